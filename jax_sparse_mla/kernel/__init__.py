@@ -1,0 +1,1 @@
+"""The gfx950 kernel: its FlyDSL source, its compiler front end and its launch contract."""
