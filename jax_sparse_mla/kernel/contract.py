@@ -1,7 +1,7 @@
 """The launch contract: what the kernel, the lowering, the shim and the simulator agree on.
 
-One launch computes ``m`` rows (a row is one query, or one split of a query's entries) for ``H`` heads. A workgroup
-computes one (row, head group); head groups hold 16 heads.
+One launch computes ``m`` rows (a row is one query, or one split of a query's entries) for ``H``
+heads. A workgroup computes one (row, head group); head groups hold 16 heads.
 """
 
 from typing import NamedTuple
@@ -59,8 +59,9 @@ ARGUMENTS = (
 def num_workgroups(num_rows: int, num_heads: int) -> int:
     """Workgroups of a launch: one a (row, head group), a row's groups on one XCD.
 
-    Hardware deals workgroup ``i`` to XCD ``i % 8``. With more than one head group, rows are padded to a multiple of 8
-    and workgroup ``i`` computes row ``i // (8 * groups) * 8 + i % 8``, group ``i // 8 % groups``.
+    Hardware deals workgroup ``i`` to XCD ``i % 8``. With more than one head group, rows are padded
+    to a multiple of 8 and workgroup ``i`` computes row ``i // (8 * groups) * 8 + i % 8``, group
+    ``i // 8 % groups``.
     """
     groups = -(-num_heads // HEADS_PER_GROUP)
     if groups == 1:
