@@ -1,0 +1,149 @@
+"""Number formats of the CDNA4 vector and matrix instructions, as decode tables and encoders.
+
+Small formats are sign, exponent, mantissa with a bias (CDNA4 ISA, table 30, "Small Float Data Formats"; OCP 8-bit
+floating point specification 1.0; OCP microscaling specification 1.0 for E8M0):
+
+========  =====  ====  =========  ==============  ==========  =============
+format    bits   bias  infinity   NaN             largest     smallest
+========  =====  ====  =========  ==============  ==========  =============
+fp8 e4m3  1-4-3     7  none       0x7f, 0xff      448         2^-9
+bf8 e5m2  1-5-2    15  0x7c 0xfc  0x7d-7f, fd-ff  57344       2^-16
+f16       1-5-10   15  0x7c00     as IEEE 754     65504       2^-24
+bf16      1-8-7   127  0x7f80     as IEEE 754     3.39e38     2^-133
+e8m0      0-8-0   127  none       255             2^127       2^-127 (code 0)
+========  =====  ====  =========  ==============  ==========  =============
+
+Every format keeps its denormals: the simulator refuses a kernel whose MODE flushes them.
+Encoders round to nearest even unless their name says otherwise, from a wider value that is exact.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint32]
+Halves = npt.NDArray[np.uint16]
+Bytes = npt.NDArray[np.uint8]
+
+
+def _decode_small(exponent_bits: int, mantissa_bits: int) -> Doubles:
+    """Values of all 256 codes of an 8-bit format, read as if it had neither infinities nor NaN."""
+    code = np.arange(256)
+    bias = (1 << (exponent_bits - 1)) - 1
+    mantissa = code & ((1 << mantissa_bits) - 1)
+    exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    significand = np.where(exponent == 0, mantissa, mantissa + (1 << mantissa_bits))
+    value = np.ldexp(
+        significand.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits
+    )
+    return np.where(code & 0x80, -value, value)
+
+
+def _frozen(table: Array) -> Array:
+    table.setflags(write=False)
+    return table
+
+
+def _fp8_values() -> Doubles:
+    values = _decode_small(4, 3)
+    values[[0x7F, 0xFF]] = np.nan
+    return values
+
+
+def _bf8_values() -> Doubles:
+    values = _decode_small(5, 2)
+    values[0x7C], values[0xFC] = np.inf, -np.inf
+    values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    return values
+
+
+def _e8m0_values() -> Doubles:
+    values = np.ldexp(1.0, np.arange(256) - 127)
+    values[255] = np.nan
+    return values
+
+
+FP8_F64: Doubles = _frozen(_fp8_values())  # type: ignore[assignment]
+"""Values of the 256 OCP e4m3 codes."""
+BF8_F64: Doubles = _frozen(_bf8_values())  # type: ignore[assignment]
+"""Values of the 256 OCP e5m2 codes."""
+E8M0_F64: Doubles = _frozen(_e8m0_values())  # type: ignore[assignment]
+"""Values of the 256 E8M0 scale codes."""
+FP8_F32: Floats = _frozen(FP8_F64.astype(np.float32))  # type: ignore[assignment]
+BF8_F32: Floats = _frozen(BF8_F64.astype(np.float32))  # type: ignore[assignment]
+E8M0_F32: Floats = _frozen(E8M0_F64.astype(np.float32))  # type: ignore[assignment]
+
+
+def _rounding_thresholds(values: Doubles) -> Doubles:
+    """Upper ends of the intervals that round to each of the ascending `values`, ties going to the even code."""
+    middle = (values[:-1] + values[1:]) / 2
+    odd = np.arange(middle.size) % 2 == 1
+    return np.where(odd, np.nextafter(middle, 0), middle)
+
+
+# The codes 0 .. largest finite are in ascending order of value. One more step, the first value that the exponent
+# range would hold beyond the largest, marks where rounding leaves the format.
+_FP8_MAX, _BF8_MAX = 0x7E, 0x7B
+_FP8_THRESHOLDS = _rounding_thresholds(np.append(FP8_F64[: _FP8_MAX + 1], 480.0))
+_BF8_THRESHOLDS = _rounding_thresholds(np.append(BF8_F64[: _BF8_MAX + 1], 65536.0))
+
+
+def _encode_small(
+    value: Array, thresholds: Doubles, largest: int, overflow: int, nan: int, clamp: bool
+) -> Bytes:
+    magnitude = np.abs(value)
+    code = np.searchsorted(thresholds, magnitude, side="left")
+    # searchsorted places NaN after every number, where it would look like an overflow.
+    code = np.where(code > largest, largest if clamp else overflow, code)
+    code = np.where(np.isnan(magnitude), nan, code)
+    return (code | (np.signbit(value) << 7)).astype(np.uint8)
+
+
+def encode_fp8(value: Array, clamp: bool = False) -> Bytes:
+    """OCP e4m3 codes of float values.
+
+    Args:
+        value: any float dtype and shape, exact (a scale is already divided out).
+        clamp: MODE.FP16_OVFL. Off: what rounds beyond 448, and infinity, is NaN. On: both are +-448. NaN stays NaN.
+            (CDNA4 ISA, "CVT_*FP8_F32 and CVT*_BF8_F32 FP16_OVFL rule".)
+    """
+    return _encode_small(value, _FP8_THRESHOLDS, _FP8_MAX, 0x7F, 0x7F, clamp)
+
+
+def encode_bf8(value: Array, clamp: bool = False) -> Bytes:
+    """OCP e5m2 codes of float values; as `encode_fp8`, but overflow is infinity and the clamp is +-57344."""
+    return _encode_small(value, _BF8_THRESHOLDS, _BF8_MAX, 0x7C, 0x7F, clamp)
+
+
+def decode_f16(code: Halves) -> Floats:
+    """float32 values of f16 codes."""
+    return code.view(np.float16).astype(np.float32)
+
+
+def encode_f16(value: Array) -> Halves:
+    """f16 codes of float values, rounded to nearest even (beyond 65519.99 is infinity)."""
+    return value.astype(np.float16).view(np.uint16)
+
+
+def encode_f16_toward_zero(value: Array) -> Halves:
+    """f16 codes of float values, rounded toward zero (a finite value never becomes infinity)."""
+    nearest = value.astype(np.float16)
+    too_far = np.abs(nearest).astype(value.dtype) > np.abs(value)
+    return nearest.view(np.uint16) - too_far.astype(np.uint16)
+
+
+def decode_bf16(code: Halves) -> Floats:
+    """float32 values of bf16 codes."""
+    return (code.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def encode_bf16(value: Floats) -> Halves:
+    """bf16 codes of float32 values, rounded to nearest even; NaN keeps its sign and leading payload, made quiet."""
+    bits = value.view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(value), quiet, rounded).astype(np.uint16)

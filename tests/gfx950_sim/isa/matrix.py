@@ -1,0 +1,113 @@
+"""Matrix multiply-accumulate (MFMA): D[m, n] = C[m, n] + sum over k of A[m, k] * B[k, n], over the whole wave.
+
+Lane layouts (CDNA4 ISA 7.1.4 and 7.1.5). Lane l = M * g + t, so that t is the row of A, or the column of B, that the lane
+holds, and g = l // M counts its group of lanes:
+
+- A and B: a lane holds consecutive k in its registers, groups follow one another: k = K_L * g + item, K_L items a lane.
+- A and B of *_f8f6f4 in 8-bit formats: two runs of 16 bytes, each laid out like that: k = 16 * G * run + 16 * g + byte, G groups.
+- C and D: register r of lane l is row 4 * G * (r // 4) + 4 * g + r % 4, column t.
+- Scales of *_scale_*: the E8M0 byte for row (column) t and the 32 values k // 32 = kb comes from lane M * kb + t of the
+  scale register; op_sel picks the byte. An inline float constant stands for its exponent field.
+
+All 64 lanes take part whatever EXEC says, and denormals are kept. The order in which the hardware adds is not
+documented; here products and sums are formed in float64 and rounded to float32 once (a choice: compare with a tolerance).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from . import formats
+from .formats import Doubles, Words
+
+Decoder = Callable[[Words], Doubles]
+
+
+def _values_f16(words: Words) -> Doubles:
+    return words.view(np.float16).astype(np.float64)
+
+
+def _values_bf16(words: Words) -> Doubles:
+    return formats.decode_bf16(words.view(np.uint16)).astype(np.float64)
+
+
+def _values_f32(words: Words) -> Doubles:
+    return words.view(np.float32).astype(np.float64)
+
+
+def _values_fp8(words: Words) -> Doubles:
+    return formats.FP8_F64.take(words.view(np.uint8))
+
+
+def _values_bf8(words: Words) -> Doubles:
+    return formats.BF8_F64.take(words.view(np.uint8))
+
+
+DECODERS: dict[str, Decoder] = {
+    "f32": _values_f32,
+    "f16": _values_f16,
+    "bf16": _values_bf16,
+    "fp8": _values_fp8,
+    "bf8": _values_bf8,
+}
+"""Element formats of A and B: a function from words [rows, n] to values [rows, n * elements a word]."""
+
+F8F6F4_FORMATS = {0: "fp8", 1: "bf8"}
+"""CBSZ (for A) and BLGP (for B) of *_f8f6f4; 2, 3 and 4 are the 6- and 4-bit formats, which are not modelled."""
+
+
+def operand_rows(registers: Words, rows: int, runs: int = 1) -> Words:
+    """Words of A (or B transposed) in order of k, uint32 [rows, words], from registers [k, 64]."""
+    split = registers.reshape(runs, -1, 64 // rows, rows)
+    return np.ascontiguousarray(split.transpose(3, 0, 2, 1)).reshape(rows, -1)
+
+
+def accumulator_matrix(registers: Words, columns: int) -> Doubles:
+    """C as a matrix, float64 [rows, columns], from registers [k, 64]."""
+    tiles = registers.view(np.float32).reshape(-1, 4, 64 // columns, columns)
+    return tiles.transpose(0, 2, 1, 3).reshape(-1, columns).astype(np.float64)
+
+
+def accumulator_registers(matrix: Doubles) -> Words:
+    """Registers [k, 64] that hold the matrix D, rounded to float32 once."""
+    columns = matrix.shape[1]
+    tiles = matrix.astype(np.float32).reshape(-1, 64 // columns, 4, columns)
+    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3)).reshape(-1, 64).view(np.uint32)
+
+
+def multiply(
+    size: int, a: Words, b: Words, c: Words, a_format: str, b_format: str, runs: int = 1
+) -> Words:
+    """D of an unscaled MFMA with M = N = `size`, as registers [k, 64]."""
+    left = DECODERS[a_format](operand_rows(a, size, runs))
+    right = DECODERS[b_format](operand_rows(b, size, runs))
+    return accumulator_registers(left @ right.T + accumulator_matrix(c, size))
+
+
+def scale_codes(register: Words, byte: int) -> formats.Bytes:
+    """The E8M0 codes [64] that op_sel byte `byte` picks from a scale register [64]."""
+    return np.ascontiguousarray(register).view(np.uint8)[byte::4]
+
+
+def _scaled(values: Doubles, codes: formats.Bytes) -> Doubles:
+    rows = values.shape[0]
+    factors = formats.E8M0_F64.take(codes).reshape(-1, rows).T
+    return (values.reshape(rows, -1, 32) * factors[:, :, np.newaxis]).reshape(rows, -1)
+
+
+def multiply_scaled(
+    size: int,
+    a: Words,
+    b: Words,
+    c: Words,
+    a_format: str,
+    b_format: str,
+    a_codes: formats.Bytes,
+    b_codes: formats.Bytes,
+) -> Words:
+    """D of a block-scaled MFMA in 8-bit formats with M = N = `size`, as registers [k, 64]; scale codes are uint8 [64]."""
+    left = _scaled(DECODERS[a_format](operand_rows(a, size, 2)), a_codes)
+    right = _scaled(DECODERS[b_format](operand_rows(b, size, 2)), b_codes)
+    return accumulator_registers(left @ right.T + accumulator_matrix(c, size))
