@@ -1,7 +1,7 @@
 """The process that compiles: ``worker.py FOLDER SCALE_FORMAT:PARTIAL ...``.
 
-FlyDSL imports torch without using it here. Where torch is absent, a stand-in module takes its place;
-that and FlyDSL's settings through the environment are why compiling has a process of its own.
+FlyDSL imports torch without using it here. Where torch is absent, a stand-in module takes its
+place; that and FlyDSL's settings through the environment are why compiling has its own process.
 """
 
 import importlib.machinery
