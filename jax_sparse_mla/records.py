@@ -1,0 +1,275 @@
+"""The 656-byte fp8_ds_mla record: pack, unpack and write.
+
+One record holds one token's latent and rope, little-endian:
+
+========  =====================================================================
+bytes     content
+========  =====================================================================
+0-511     512 latent codes, float8_e4m3fn
+512-527   4 float32 scales, one for each group of 128 latent codes
+528-655   64 rope values, bfloat16, stored verbatim
+========  =====================================================================
+
+A latent value is its code times its group's scale. The format is vLLM's and FlashMLA's
+(``fp8_ds_mla``). Checking and mending records that other writers left behind is in
+:mod:`jax_sparse_mla.record_check`.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from .kernel.contract import LATENT_DIM, RECORD_BYTES, ROPE_DIM
+
+ScaleRule = Literal["pow2", "pow2_fine", "float32"]
+ScaleFormat = Literal["pow2", "float32"]
+
+GROUP = 128
+"""Latent values that share one scale."""
+NUM_GROUPS = LATENT_DIM // GROUP
+E4M3_MAX = 448.0
+"""The largest finite float8_e4m3fn."""
+
+# Fields of a float32, to make and judge scales by their bits: exact, where log2, exp2 and subnormal
+# arithmetic are not.
+SIGN_BIT = -(2**31)
+EXPONENT_BITS = 0x7F800000
+MANTISSA_BITS = 0x007FFFFF
+MANTISSA_WIDTH = 23
+_MIN_NORMAL = 2.0**-126
+
+# Below this many tokens a comparison of all pairs beats a sort (one fused kernel, no launch chain).
+_PAIRWISE_TOKENS = 512
+
+_OTHER_RECORDS = {
+    576: "576 bytes is SGLang's per-tensor fp8 record, which holds no scales",
+    584: "584 bytes is FlashMLA's MODEL1 record (448 latent values, e8m0 scales)",
+}
+
+
+def pack_records(
+    latent: ArrayLike, rope: ArrayLike, *, scale_rule: ScaleRule = "pow2"
+) -> jax.Array:
+    """Quantise latents and join them with their ropes to records.
+
+    With ``amax`` the largest magnitude of a group of 128 latent values, the group's scale is
+
+    - ``"pow2"``: ``2 ** ceil(log2(max(amax / 448, 1e-4)))``; FlashMLA, and vLLM since #49435.
+    - ``"pow2_fine"``: ``2 ** ceil(log2(max(amax, 1e-4) / 448))``; vLLM's FlyDSL kernel. Differs
+      from ``"pow2"`` only where ``amax < 0.0448``, and keeps more of such a group.
+    - ``"float32"``: ``max(amax / 448, 2 ** -126)``, to a unit in the last place; older vLLM, aiter.
+      Records written so are read with ``scale_format="float32"``.
+
+    A group that is all zero gets 2**-13, 2**-22 and 2**-126. A group with an inf or NaN gets a
+    scale that is inf or NaN: the record then reads as NaN.
+
+    Args:
+      latent: [..., 512] floating; the compressed key/value after its norm. Rounded to nearest even.
+      rope: [..., 64] floating; the key's rotary part, RoPE applied. Rounded to bfloat16 if it is
+        not.
+      scale_rule: the writer's rule, see above.
+
+    Returns:
+      [..., 656] uint8 records.
+
+    Raises:
+      TypeError: latent or rope is not floating.
+      ValueError: a last axis is not 512 or 64, the leading axes differ, or the rule is unknown.
+    """
+    latent, rope = _latent_and_rope(latent, rope)
+    check_choice("scale_rule", scale_rule, ScaleRule)
+    leading = latent.shape[:-1]
+    groups = latent.astype(jnp.float32).reshape(*leading, NUM_GROUPS, GROUP)
+    scale = _group_scale(jnp.max(jnp.abs(groups), axis=-1), scale_rule)
+    codes = (groups / scale[..., None]).astype(jnp.float8_e4m3fn)
+    return join_record(codes.reshape(latent.shape), scale, rope.astype(jnp.bfloat16))
+
+
+def unpack_records(
+    records: ArrayLike, *, scale_format: ScaleFormat = "pow2"
+) -> tuple[jax.Array, jax.Array]:
+    """Give back the latents and ropes of records.
+
+    Args:
+      records: [..., 656] uint8, int8 or float8_e4m3fn.
+      scale_format: ``"pow2"``: a group whose scale is neither 0 nor +2**-126 .. +2**127 reads as
+        NaN, as in the op. ``"float32"``: any finite scale; one that is not finite reads as NaN.
+
+    Returns:
+      latent [..., 512] float32 and rope [..., 64] bfloat16. Magnitudes below 2**-126 may become 0,
+      as float32 arithmetic does on most devices.
+
+    Raises:
+      TypeError: records has another dtype.
+      ValueError: records has another last axis, or the format is unknown.
+    """
+    records = as_record_array("records", records)
+    check_choice("scale_format", scale_format, ScaleFormat)
+    codes, scale_bits, rope = split_record(lax.bitcast_convert_type(records, jnp.uint8))
+    usable = scale_is_usable(scale_bits, scale_format)
+    scale = jnp.where(usable, lax.bitcast_convert_type(scale_bits, jnp.float32), jnp.nan)
+    groups = codes.astype(jnp.float32).reshape(*scale.shape, GROUP) * scale[..., None]
+    return groups.reshape(codes.shape), rope
+
+
+def write_records(
+    kv_buffer: ArrayLike,
+    slots: ArrayLike,
+    latent: ArrayLike,
+    rope: ArrayLike,
+    *,
+    scale_rule: ScaleRule = "pow2",
+) -> jax.Array:
+    """Pack tokens and write their records into a cache.
+
+    Call it inside the jitted step that owns the cache, with the cache donated: quantisation fuses
+    with whatever made latent and rope, and the write is in place, its temporaries independent of
+    the cache's size. That holds for uint8 and int8 caches; a float8_e4m3fn cache costs a temporary
+    copy of itself on every write, because XLA does not scatter that type in place. Under
+    ``lax.scan`` over layers keep one buffer for all layers in the carry and move the slots with
+    :func:`jax_sparse_mla.layer_slots`; a cache passed through scan's xs and ys is copied.
+
+    Where several tokens name one slot, the last of them in row-major order stays, on every
+    platform.
+
+    Args:
+      kv_buffer: [..., 656] uint8, int8 or float8_e4m3fn; slot s is row s of ``kv_buffer.reshape(-1,
+        656)``.
+      slots: [...] integer; each token's slot. A slot below 0 or past the end writes nothing.
+      latent: [..., 512] floating, leading axes as slots.
+      rope: [..., 64] floating, leading axes as slots.
+      scale_rule: see :func:`pack_records`.
+
+    Returns:
+      The cache with the records written, shape and dtype of kv_buffer.
+
+    Raises:
+      TypeError: a dtype is not as above.
+      ValueError: a shape is not as above, or the rule is unknown.
+    """
+    kv_buffer = as_record_array("kv_buffer", kv_buffer)
+    slots = jnp.asarray(slots)
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise TypeError(f"slots must be an integer array, not {slots.dtype}")
+    latent, rope = _latent_and_rope(latent, rope)
+    if slots.shape != latent.shape[:-1]:
+        raise ValueError(
+            f"slots must have latent's leading axes {latent.shape[:-1]}, not {slots.shape}"
+        )
+    records = pack_records(latent, rope, scale_rule=scale_rule).reshape(-1, RECORD_BYTES)
+    # XLA on the CPU widens float8 to float16 around a scatter (two copies); as bytes it costs one.
+    is_float8 = kv_buffer.dtype == jnp.float8_e4m3fn
+    buffer = lax.bitcast_convert_type(kv_buffer, jnp.uint8) if is_float8 else kv_buffer
+    rows = buffer.reshape(-1, RECORD_BYTES)
+    targets = _scatter_targets(slots.reshape(-1), rows.shape[0])
+    rows = rows.at[targets].set(
+        lax.bitcast_convert_type(records, rows.dtype), mode="drop", unique_indices=True
+    )
+    return lax.bitcast_convert_type(rows, kv_buffer.dtype).reshape(kv_buffer.shape)
+
+
+def _scatter_targets(slots: jax.Array, num_rows: int) -> jax.Array:
+    """The row each of [t] tokens writes; for none, one past the end, no two of them alike."""
+    tokens = slots.shape[0]
+    position = lax.iota(jnp.int32, tokens)
+    # Judged in the slots' own dtype: a 64-bit slot must not wrap into the cache.
+    inside = (slots >= 0) & (slots < num_rows)
+    row = jnp.where(inside, slots, num_rows).astype(jnp.int32)
+    if isinstance(tokens, int) and tokens <= _PAIRWISE_TOKENS:
+        overwritten = jnp.any(
+            (row[:, None] == row[None, :]) & (position[:, None] < position[None, :]), axis=1
+        )
+    else:  # also a symbolic number of tokens
+        row_sorted, order = lax.sort((row, position), num_keys=2)
+        same_as_next = jnp.append(row_sorted[1:] == row_sorted[:-1], False)
+        overwritten = jnp.zeros(tokens, bool).at[order].set(same_as_next, unique_indices=True)
+    return jnp.where(inside & ~overwritten, row, num_rows + position)
+
+
+def _group_scale(amax: jax.Array, scale_rule: ScaleRule) -> jax.Array:
+    if scale_rule == "float32":
+        return jnp.maximum(amax / E4M3_MAX, _MIN_NORMAL)
+    # 448 = 1.75 * 2**8: amax / 448 rounds up to 2**(e - 8) if amax's mantissa is at most 1.75, else
+    # to 2**(e - 7).
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    above_1_75 = MANTISSA_BITS - 0x600000
+    rounded_up = ((bits + above_1_75) & EXPONENT_BITS) - (8 << MANTISSA_WIDTH)
+    # Rounding up keeps order, so the floor can be rounded first: 1e-4 to 2**-13, 1e-4 / 448 to
+    # 2**-22.
+    floor = np.float32(2.0**-13 if scale_rule == "pow2" else 2.0**-22).view(np.int32)
+    scale = lax.bitcast_convert_type(jnp.maximum(rounded_up, floor), jnp.float32)
+    return jnp.where(jnp.isfinite(amax), scale, amax)
+
+
+def join_record(codes: jax.Array, scale: jax.Array, rope: jax.Array) -> jax.Array:
+    """Join codes [..., 512], scale [..., 4] and rope [..., 64], of 1, 4 and 2 bytes, to uint8."""
+    leading = codes.shape[:-1]
+    parts = (codes, scale, rope)
+    as_bytes = [lax.bitcast_convert_type(part, jnp.uint8).reshape(*leading, -1) for part in parts]
+    return jnp.concatenate(as_bytes, axis=-1)
+
+
+def split_record(record_bytes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Split [..., 656] uint8 into float8_e4m3fn codes, int32 bits of the scales, bfloat16 rope."""
+    leading = record_bytes.shape[:-1]
+    scale_end = LATENT_DIM + 4 * NUM_GROUPS
+    codes = lax.bitcast_convert_type(record_bytes[..., :LATENT_DIM], jnp.float8_e4m3fn)
+    scale = record_bytes[..., LATENT_DIM:scale_end].reshape(*leading, NUM_GROUPS, 4)
+    rope = record_bytes[..., scale_end:].reshape(*leading, ROPE_DIM, 2)
+    return (
+        codes,
+        lax.bitcast_convert_type(scale, jnp.int32),
+        lax.bitcast_convert_type(rope, jnp.bfloat16),
+    )
+
+
+def scale_is_usable(scale_bits: jax.Array, scale_format: ScaleFormat) -> jax.Array:
+    """Whether a scale, given as the bits of its float32, means a number in the format."""
+    exponent = scale_bits & EXPONENT_BITS
+    finite = exponent != EXPONENT_BITS
+    if scale_format == "float32":
+        return finite
+    only_exponent = (scale_bits & (SIGN_BIT | MANTISSA_BITS)) == 0  # 0 has no other bit either
+    return finite & only_exponent
+
+
+def as_record_array(name: str, records: ArrayLike) -> jax.Array:
+    """The argument ``name`` as an array of records; errors as the public functions document."""
+    records = jnp.asarray(records)
+    check_record_array(name, records.shape, records.dtype)
+    return records
+
+
+def check_record_array(name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raise unless shape is [..., 656] and dtype uint8, int8 or float8_e4m3fn."""
+    if dtype not in (jnp.uint8, jnp.int8, jnp.float8_e4m3fn):
+        raise TypeError(f"{name} must be uint8, int8 or float8_e4m3fn, not {dtype}")
+    if not shape or shape[-1] != RECORD_BYTES:
+        known = _OTHER_RECORDS.get(shape[-1]) if shape else None
+        hint = f" ({known})" if known else ""
+        raise ValueError(f"{name} must be [..., {RECORD_BYTES}], not {list(shape)}{hint}")
+
+
+def check_choice(name: str, value: object, choices: object) -> None:
+    """Raise ValueError unless value is one of the Literal type ``choices``."""
+    if value not in get_args(choices):
+        allowed = ", ".join(repr(choice) for choice in get_args(choices))
+        raise ValueError(f"{name} must be one of {allowed}, not {value!r}")
+
+
+def _latent_and_rope(latent: ArrayLike, rope: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    latent, rope = jnp.asarray(latent), jnp.asarray(rope)
+    for name, part, width in (("latent", latent, LATENT_DIM), ("rope", rope, ROPE_DIM)):
+        if not jnp.issubdtype(part.dtype, jnp.floating):
+            raise TypeError(f"{name} must be a floating array, not {part.dtype}")
+        if not part.shape or part.shape[-1] != width:
+            raise ValueError(f"{name} must be [..., {width}], not {list(part.shape)}")
+    if latent.shape[:-1] != rope.shape[:-1]:
+        raise ValueError(
+            f"rope must have latent's leading axes {latent.shape[:-1]}, not {rope.shape[:-1]}"
+        )
+    return latent, rope
