@@ -69,7 +69,8 @@ std::string_view MetadataNote(std::string_view notes) {
     std::memcpy(header, notes.data(), sizeof(header));
     const uint64_t descriptor = 12 + aligned(header[0]);
     if (notes.size() < descriptor || notes.size() - descriptor < header[1]) return {};
-    if (header[2] == kNoteMetadata && notes.substr(12, header[0]) == std::string_view("AMDGPU\0", 7))
+    if (header[2] == kNoteMetadata &&
+        notes.substr(12, header[0]) == std::string_view("AMDGPU\0", 7))
       return notes.substr(descriptor, header[1]);
     notes.remove_prefix(std::min<uint64_t>(notes.size(), descriptor + aligned(header[1])));
   }
@@ -115,7 +116,11 @@ hipError_t ReadCodeObject(const void* image, CodeObject* out, std::string* text)
     return hipErrorInvalidImage;
   };
   // The magic first: a caller's buffer may be shorter than an ELF header.
-  if (std::memcmp(image, "\x7f" "ELF", 4) != 0) return refuse("no ELF magic");
+  if (std::memcmp(image,
+                  "\x7f"
+                  "ELF",
+                  4) != 0)
+    return refuse("no ELF magic");
   ElfHeader header;
   std::memcpy(&header, image, sizeof(header));
   if (header.ident[4] != 2 || header.ident[5] != 1) return refuse("not a little-endian ELF64");
@@ -123,7 +128,8 @@ hipError_t ReadCodeObject(const void* image, CodeObject* out, std::string* text)
     return refuse("not for AMDGPU under HSA (machine " + std::to_string(header.machine) + ")");
   if (header.section_size != sizeof(SectionHeader) || header.section_count == 0)
     return refuse("no section table");
-  const uint64_t size = header.section_offset + uint64_t{header.section_count} * header.section_size;
+  const uint64_t size =
+      header.section_offset + uint64_t{header.section_count} * header.section_size;
   if (header.section_offset > kMaxImageBytes) return refuse("section table out of range");
 
   const auto* data = static_cast<const uint8_t*>(image);

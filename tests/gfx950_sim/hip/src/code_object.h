@@ -1,6 +1,6 @@
 // Reads an AMDGPU code object (ELF64 with an NT_AMDGPU_METADATA note) as far as a loader needs it.
-// Source: LLVM's "User Guide for AMDGPU Backend", sections ELF Code Object, Code Object V5 Metadata and
-// Kernel Descriptor.
+// Source: LLVM's "User Guide for AMDGPU Backend", sections ELF Code Object, Code Object V5 Metadata
+// and Kernel Descriptor.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +36,8 @@ struct CodeObject {
   std::map<std::string, Kernel> kernels;  // by name without ".kd"
 };
 
-// Copies and reads the code object at `image`, whose size its own headers give. Returns hipSuccess, or
-// hipErrorInvalidImage with a reason in `text`.
+// Copies and reads the code object at `image`, whose size its own headers give. Returns hipSuccess,
+// or hipErrorInvalidImage with a reason in `text`.
 hipError_t ReadCodeObject(const void* image, CodeObject* out, std::string* text);
 
 }  // namespace simhip

@@ -1,5 +1,5 @@
-// The part of HIP's ABI this library speaks, written from HIP's public documentation: no HIP header is
-// needed to build it. Codes and layouts are those of ROCm 6 and 7.
+// The part of HIP's ABI this library speaks, written from HIP's public documentation: no HIP header
+// is needed to build it. Codes and layouts are those of ROCm 6 and 7.
 #pragma once
 
 #include <cstddef>
@@ -73,8 +73,8 @@ enum hipDeviceAttribute_t : int {
   hipDeviceAttributeNumberOfXccs = 10018,
 };
 
-// hipDeviceProp_t as ROCm 6 and 7 lay it out (hipGetDevicePropertiesR0600): the members a caller of a
-// code object needs, the rest is zero.
+// hipDeviceProp_t as ROCm 6 and 7 lay it out (hipGetDevicePropertiesR0600): the members a caller of
+// a code object needs, the rest is zero.
 struct hipDeviceProp_tR0600 {
   char name[256];
   char unused_256[32];

@@ -1,0 +1,11 @@
+// The whole library as one translation unit: it builds in a quarter of the time.
+#include "api.cc"
+#include "code_object.cc"
+#include "control.cc"
+#include "errors.cc"
+#include "graph.cc"
+#include "journal.cc"
+#include "launch.cc"
+#include "msgpack.cc"
+#include "python_bridge.cc"
+#include "runtime.cc"
