@@ -1,0 +1,102 @@
+"""Finds, checks and registers the FFI shim, the shared library that launches the kernel.
+
+The library is built from ``csrc/`` when the package is installed and loads on any machine: HIP is
+opened by the first launch.
+"""
+
+import ctypes
+import functools
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_sparse_mla import kernel
+from jax_sparse_mla.kernel import contract
+
+LIBRARY_NAME = "libjax_sparse_mla_shim.so"
+HIP_LIBRARY_VARIABLE = "JAX_SPARSE_MLA_HIP_LIBRARY"
+"""Names a HIP library to open instead of the system's; the kernel then runs on "cpu" too."""
+
+TARGET = f"jax_sparse_mla_fwd_v{contract.VERSION}"
+"""Name of the custom call's target; a program exported under another contract does not find it."""
+
+_lock = threading.RLock()
+_registered: set[str] = set()
+
+
+def find() -> Path | None:
+    """The shim's path, or None if it is not built.
+
+    An editable install keeps it apart from the sources, so every folder of the package counts.
+    """
+    for folder in kernel.__path__:
+        path = Path(folder, LIBRARY_NAME)
+        if path.is_file():
+            return path
+    return None
+
+
+def host_platform_enabled() -> bool:
+    """Whether the environment names a HIP library, so that the kernel runs on "cpu" too."""
+    return bool(os.environ.get(HIP_LIBRARY_VARIABLE))
+
+
+def register() -> None:
+    """Registers the custom call's target with XLA; every call but the first one does nothing.
+
+    The target is registered for "ROCM", whether such a device is there or not, and for "cpu" when
+    ``JAX_SPARSE_MLA_HIP_LIBRARY`` is set.
+
+    Raises:
+        RuntimeError: the shim is not built, or was built for another launch contract.
+    """
+    platforms = {"ROCM": "jax_sparse_mla_execute"}
+    if host_platform_enabled():
+        platforms["cpu"] = "jax_sparse_mla_execute_host"
+    with _lock:
+        for platform, execute in platforms.items():
+            if platform in _registered:
+                continue
+            stages = {"initialize": "jax_sparse_mla_initialize", "execute": execute}
+            capsules = {stage: jax.ffi.pycapsule(_symbol(name)) for stage, name in stages.items()}
+            jax.ffi.register_ffi_target(TARGET, capsules, platform=platform)
+            _registered.add(platform)
+
+
+def expected_contract() -> str:
+    """The launch contract of this package, in the form in which the shim states its own."""
+    return " ".join([str(contract.VERSION), *(f"{a.name}:{a.kind}" for a in contract.ARGUMENTS)])
+
+
+def _symbol(name: str) -> Any:
+    return getattr(_load(), name)
+
+
+@functools.cache
+def _load() -> ctypes.CDLL:
+    path = find()
+    if path is None:
+        looked = ", ".join(str(folder) for folder in kernel.__path__)
+        raise RuntimeError(
+            f"the FFI shim is not built: no {LIBRARY_NAME} in {looked}. Install the package with"
+            " pip (`pip install .` or `pip install -e .`); that needs a C++17 compiler, not ROCm."
+            " See BUILD.md."
+        )
+    library = ctypes.CDLL(str(path))
+    try:
+        state = library.jax_sparse_mla_contract
+    except AttributeError:
+        state = None
+    built_for = None
+    if state is not None:
+        state.restype = ctypes.c_char_p
+        built_for = state().decode()
+    if built_for != expected_contract():
+        raise RuntimeError(
+            f"the FFI shim {path} was built for another launch contract than this package has;"
+            f" install the package again. Shim: {built_for}. Package: {expected_contract()}."
+        )
+    return library
