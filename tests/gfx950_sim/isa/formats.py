@@ -1,7 +1,7 @@
 """Number formats of the CDNA4 vector and matrix instructions, as decode tables and encoders.
 
-Small formats are sign, exponent, mantissa with a bias (CDNA4 ISA, table 30, "Small Float Data Formats"; OCP 8-bit
-floating point specification 1.0; OCP microscaling specification 1.0 for E8M0):
+Small formats are sign, exponent, mantissa with a bias (CDNA4 ISA, table 30, "Small Float Data
+Formats"; OCP 8-bit floating point specification 1.0; OCP microscaling specification 1.0 for E8M0):
 
 ========  =====  ====  =========  ==============  ==========  =============
 format    bits   bias  infinity   NaN             largest     smallest
@@ -19,10 +19,12 @@ Encoders round to nearest even unless their name says otherwise, from a wider va
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint32]
@@ -37,9 +39,7 @@ def _decode_small(exponent_bits: int, mantissa_bits: int) -> Doubles:
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
     significand = np.where(exponent == 0, mantissa, mantissa + (1 << mantissa_bits))
-    value = np.ldexp(
-        significand.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits
-    )
+    value = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits)
     return np.where(code & 0x80, -value, value)
 
 
@@ -76,47 +76,75 @@ E8M0_F64: Doubles = _frozen(_e8m0_values())  # type: ignore[assignment]
 FP8_F32: Floats = _frozen(FP8_F64.astype(np.float32))  # type: ignore[assignment]
 BF8_F32: Floats = _frozen(BF8_F64.astype(np.float32))  # type: ignore[assignment]
 E8M0_F32: Floats = _frozen(E8M0_F64.astype(np.float32))  # type: ignore[assignment]
+E8M0_INVERSE_F32: Floats = _frozen((1 / E8M0_F64).astype(np.float32))  # type: ignore[assignment]
+"""2^(127 - code); NaN for code 255."""
 
 
 def _rounding_thresholds(values: Doubles) -> Doubles:
-    """Upper ends of the intervals that round to each of the ascending `values`, ties going to the even code."""
+    """Upper ends of the intervals that round to each of the ascending `values`, ties going to the
+    even code."""
     middle = (values[:-1] + values[1:]) / 2
     odd = np.arange(middle.size) % 2 == 1
     return np.where(odd, np.nextafter(middle, 0), middle)
 
 
-# The codes 0 .. largest finite are in ascending order of value. One more step, the first value that the exponent
-# range would hold beyond the largest, marks where rounding leaves the format.
+# The codes 0 .. largest finite are in ascending order of value. One more step, the first value that
+# the exponent range would hold beyond the largest, marks where rounding leaves the format.
 _FP8_MAX, _BF8_MAX = 0x7E, 0x7B
 _FP8_THRESHOLDS = _rounding_thresholds(np.append(FP8_F64[: _FP8_MAX + 1], 480.0))
 _BF8_THRESHOLDS = _rounding_thresholds(np.append(BF8_F64[: _BF8_MAX + 1], 65536.0))
 
 
 def _encode_small(
-    value: Array, thresholds: Doubles, largest: int, overflow: int, nan: int, clamp: bool
+    value: Floats, thresholds: Doubles, largest: int, overflow: int, clamp: bool
 ) -> Bytes:
+    """Codes by the definition: the nearest value, ties to the even code."""
     magnitude = np.abs(value)
     code = np.searchsorted(thresholds, magnitude, side="left")
     # searchsorted places NaN after every number, where it would look like an overflow.
     code = np.where(code > largest, largest if clamp else overflow, code)
-    code = np.where(np.isnan(magnitude), nan, code)
+    code = np.where(np.isnan(magnitude), 0x7F, code)
     return (code | (np.signbit(value) << 7)).astype(np.uint8)
 
 
-def encode_fp8(value: Array, clamp: bool = False) -> Bytes:
-    """OCP e4m3 codes of float values.
+def _upper_halves() -> Floats:
+    """The 65536 float32 values whose lower halves are zero."""
+    return (np.arange(2**16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+
+
+# A code depends on a float32 only through its upper half and on whether anything is below it: at
+# most four bits of the mantissa decide, and what is below them only breaks ties, so that it can be
+# kept as one "sticky" lowest bit.
+_FP8_CODES = [
+    _encode_small(_upper_halves(), _FP8_THRESHOLDS, _FP8_MAX, 0x7F, clamp)
+    for clamp in (False, True)
+]
+_BF8_CODES = [
+    _encode_small(_upper_halves(), _BF8_THRESHOLDS, _BF8_MAX, 0x7C, clamp)
+    for clamp in (False, True)
+]
+
+
+def _upper_half_with_sticky(value: Floats) -> Words:
+    bits = value.view(np.uint32)
+    return (bits >> np.uint32(16)) | ((bits & np.uint32(0xFFFF)) != 0)
+
+
+def encode_fp8(value: Floats, clamp: bool = False) -> Bytes:
+    """OCP e4m3 codes of float32 values.
 
     Args:
-        value: any float dtype and shape, exact (a scale is already divided out).
-        clamp: MODE.FP16_OVFL. Off: what rounds beyond 448, and infinity, is NaN. On: both are +-448. NaN stays NaN.
-            (CDNA4 ISA, "CVT_*FP8_F32 and CVT*_BF8_F32 FP16_OVFL rule".)
+        value: float32 of any shape.
+        clamp: MODE.FP16_OVFL. Off: what rounds beyond 448, and infinity, is NaN. On: both are
+            +-448. NaN stays NaN. (CDNA4 ISA, "CVT_*FP8_F32 and CVT*_BF8_F32 FP16_OVFL rule".)
     """
-    return _encode_small(value, _FP8_THRESHOLDS, _FP8_MAX, 0x7F, 0x7F, clamp)
+    return _FP8_CODES[clamp].take(_upper_half_with_sticky(value))
 
 
-def encode_bf8(value: Array, clamp: bool = False) -> Bytes:
-    """OCP e5m2 codes of float values; as `encode_fp8`, but overflow is infinity and the clamp is +-57344."""
-    return _encode_small(value, _BF8_THRESHOLDS, _BF8_MAX, 0x7C, 0x7F, clamp)
+def encode_bf8(value: Floats, clamp: bool = False) -> Bytes:
+    """OCP e5m2 codes of float32 values; as `encode_fp8`, but overflow is infinity and the clamp is
+    +-57344."""
+    return _BF8_CODES[clamp].take(_upper_half_with_sticky(value))
 
 
 def decode_f16(code: Halves) -> Floats:
@@ -142,8 +170,12 @@ def decode_bf16(code: Halves) -> Floats:
 
 
 def encode_bf16(value: Floats) -> Halves:
-    """bf16 codes of float32 values, rounded to nearest even; NaN keeps its sign and leading payload, made quiet."""
+    """bf16 codes of float32 values, rounded to nearest even; NaN keeps its sign and leading
+    payload, made quiet."""
     bits = value.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(value), quiet, rounded).astype(np.uint16)
+    upper = bits >> np.uint32(16)
+    code = (bits + ((upper & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
+    nan = np.isnan(value)
+    if nan.any():
+        code = np.where(nan, upper | np.uint32(0x40), code)
+    return code.astype(np.uint16)

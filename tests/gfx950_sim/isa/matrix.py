@@ -1,16 +1,21 @@
-"""Matrix multiply-accumulate (MFMA): D[m, n] = C[m, n] + sum over k of A[m, k] * B[k, n], over the whole wave.
+"""Matrix multiply-accumulate (MFMA): D[m, n] = C[m, n] + sum over k of A[m, k] * B[k, n], over the
+whole wave.
 
-Lane layouts (CDNA4 ISA 7.1.4 and 7.1.5). Lane l = M * g + t, so that t is the row of A, or the column of B, that the lane
-holds, and g = l // M counts its group of lanes:
+Lane layouts (CDNA4 ISA 7.1.4 and 7.1.5). Lane l = M * g + t, so that t is the row of A, or the
+column of B, that the lane holds, and g = l // M counts its group of lanes:
 
-- A and B: a lane holds consecutive k in its registers, groups follow one another: k = K_L * g + item, K_L items a lane.
-- A and B of *_f8f6f4 in 8-bit formats: two runs of 16 bytes, each laid out like that: k = 16 * G * run + 16 * g + byte, G groups.
+- A and B: a lane holds consecutive k in its registers, groups follow one another: k = K_L * g +
+  item, K_L items a lane.
+- A and B of *_f8f6f4 in 8-bit formats: two runs of 16 bytes, each laid out like that: k = 16 * G *
+  run + 16 * g + byte, G groups.
 - C and D: register r of lane l is row 4 * G * (r // 4) + 4 * g + r % 4, column t.
-- Scales of *_scale_*: the E8M0 byte for row (column) t and the 32 values k // 32 = kb comes from lane M * kb + t of the
-  scale register; op_sel picks the byte. An inline float constant stands for its exponent field.
+- Scales of *_scale_*: the E8M0 byte for row (column) t and the 32 values k // 32 = kb comes from
+  lane M * kb + t of the scale register; op_sel picks the byte. An inline float constant stands for
+  its exponent field.
 
-All 64 lanes take part whatever EXEC says, and denormals are kept. The order in which the hardware adds is not
-documented; here products and sums are formed in float64 and rounded to float32 once (a choice: compare with a tolerance).
+All 64 lanes take part whatever EXEC says, and denormals are kept. The order in which the hardware
+adds is not documented; here products and sums are formed in float64 and rounded to float32 once (a
+choice: compare with a tolerance).
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import numpy as np
 
 from . import formats
 from .formats import Doubles, Words
+from .records import Matrix
 
 Decoder = Callable[[Words], Doubles]
 
@@ -52,10 +58,12 @@ DECODERS: dict[str, Decoder] = {
     "fp8": _values_fp8,
     "bf8": _values_bf8,
 }
-"""Element formats of A and B: a function from words [rows, n] to values [rows, n * elements a word]."""
+"""Element formats of A and B: a function from words [rows, n] to values [rows, n * elements a
+word]."""
 
 F8F6F4_FORMATS = {0: "fp8", 1: "bf8"}
-"""CBSZ (for A) and BLGP (for B) of *_f8f6f4; 2, 3 and 4 are the 6- and 4-bit formats, which are not modelled."""
+"""CBSZ (for A) and BLGP (for B) of *_f8f6f4; 2, 3 and 4 are the 6- and 4-bit formats, which are not
+modelled."""
 
 
 def operand_rows(registers: Words, rows: int, runs: int = 1) -> Words:
@@ -77,18 +85,37 @@ def accumulator_registers(matrix: Doubles) -> Words:
     return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3)).reshape(-1, 64).view(np.uint32)
 
 
+def accumulate(product: Doubles, c: Words) -> Words:
+    """product + C as registers [k, 64]; C is registers [k, 64] or one constant for all elements."""
+    if c.size == 1:
+        return accumulator_registers(product + float(c.view(np.float32).item()))
+    return accumulator_registers(product + accumulator_matrix(c, product.shape[1]))
+
+
 def multiply(
     size: int, a: Words, b: Words, c: Words, a_format: str, b_format: str, runs: int = 1
 ) -> Words:
     """D of an unscaled MFMA with M = N = `size`, as registers [k, 64]."""
     left = DECODERS[a_format](operand_rows(a, size, runs))
     right = DECODERS[b_format](operand_rows(b, size, runs))
-    return accumulator_registers(left @ right.T + accumulator_matrix(c, size))
+    return accumulate(left @ right.T, c)
 
 
-def scale_codes(register: Words, byte: int) -> formats.Bytes:
-    """The E8M0 codes [64] that op_sel byte `byte` picks from a scale register [64]."""
-    return np.ascontiguousarray(register).view(np.uint8)[byte::4]
+def scale_codes(register: Words, op_sel: int, op_sel_hi: int, bit: int) -> formats.Bytes:
+    """The E8M0 codes [64] that a scale operand gives: byte op_sel[bit] + 2 * op_sel_hi[bit] of each
+    lane.
+
+    An operand of one element is an inline constant. Integers -16 .. 64 count as their 32 bits;
+    floats give their exponent field whatever op_sel says ("floats, using only the exponent
+    portion", CDNA4 ISA 7.2.1).
+    """
+    byte = (op_sel >> bit & 1) + 2 * (op_sel_hi >> bit & 1)
+    if register.size == 1:
+        bits = int(register.item())
+        is_integer = bits <= 64 or bits >= 2**32 - 16
+        code = bits >> 8 * byte & 0xFF if is_integer else bits >> 23 & 0xFF
+        return np.full(64, code, np.uint8)
+    return np.ascontiguousarray(register).view(np.uint8).ravel()[byte::4]
 
 
 def _scaled(values: Doubles, codes: formats.Bytes) -> Doubles:
@@ -107,7 +134,74 @@ def multiply_scaled(
     a_codes: formats.Bytes,
     b_codes: formats.Bytes,
 ) -> Words:
-    """D of a block-scaled MFMA in 8-bit formats with M = N = `size`, as registers [k, 64]; scale codes are uint8 [64]."""
+    """D of a block-scaled MFMA in 8-bit formats with M = N = `size`, as registers [k, 64]; scale
+    codes are uint8 [64]."""
     left = _scaled(DECODERS[a_format](operand_rows(a, size, 2)), a_codes)
     right = _scaled(DECODERS[b_format](operand_rows(b, size, 2)), b_codes)
-    return accumulator_registers(left @ right.T + accumulator_matrix(c, size))
+    return accumulate(left @ right.T, c)
+
+
+def _f8f6f4_format(field: str, code: int) -> str:
+    if code not in F8F6F4_FORMATS:
+        raise NotImplementedError(f"{field} {code}: only fp8 (0) and bf8 (1) matrices are modelled")
+    return F8F6F4_FORMATS[code]
+
+
+# The table ---------------------------------------------------------------------------------------
+
+
+def _dense(size: int, a_format: str, b_format: str) -> Matrix:
+    def function(a: Words, b: Words, c: Words) -> Words:
+        return multiply(size, a, b, c, a_format, b_format)
+
+    return Matrix(function)
+
+
+def _f8f6f4(size: int) -> Matrix:
+    def function(a: Words, b: Words, c: Words, cbsz: int = 0, blgp: int = 0) -> Words:
+        formats_ab = _f8f6f4_format("cbsz", cbsz), _f8f6f4_format("blgp", blgp)
+        return multiply(size, a, b, c, *formats_ab, runs=2)
+
+    return Matrix(function, modifiers=("cbsz", "blgp"))
+
+
+def _scaled_f8f6f4(size: int) -> Matrix:
+    def function(
+        a: Words,
+        b: Words,
+        c: Words,
+        scale_a: Words,
+        scale_b: Words,
+        op_sel: int = 0,
+        op_sel_hi: int = 0,
+        cbsz: int = 0,
+        blgp: int = 0,
+    ) -> Words:
+        formats_ab = _f8f6f4_format("cbsz", cbsz), _f8f6f4_format("blgp", blgp)
+        a_codes = scale_codes(scale_a, op_sel, op_sel_hi, 0)
+        b_codes = scale_codes(scale_b, op_sel, op_sel_hi, 1)
+        return multiply_scaled(size, a, b, c, *formats_ab, a_codes, b_codes)
+
+    return Matrix(function, modifiers=("op_sel", "op_sel_hi", "cbsz", "blgp"), scaled=True)
+
+
+INSTRUCTIONS: dict[str, Matrix] = {
+    "v_mfma_f32_16x16x4_f32": _dense(16, "f32", "f32"),
+    "v_mfma_f32_32x32x2_f32": _dense(32, "f32", "f32"),
+    **{
+        f"v_mfma_f32_{shape}_{kind}": _dense(size, kind, kind)
+        for size, shapes in ((16, ("16x16x16", "16x16x32")), (32, ("32x32x8", "32x32x16")))
+        for shape in shapes
+        for kind in ("f16", "bf16")
+    },
+    **{
+        f"v_mfma_f32_{shape}_{a}_{b}": _dense(size, a, b)
+        for size, shape in ((16, "16x16x32"), (32, "32x32x16"))
+        for a in ("fp8", "bf8")
+        for b in ("fp8", "bf8")
+    },
+    "v_mfma_f32_16x16x128_f8f6f4": _f8f6f4(16),
+    "v_mfma_f32_32x32x64_f8f6f4": _f8f6f4(32),
+    "v_mfma_scale_f32_16x16x128_f8f6f4": _scaled_f8f6f4(16),
+    "v_mfma_scale_f32_32x32x64_f8f6f4": _scaled_f8f6f4(32),
+}
