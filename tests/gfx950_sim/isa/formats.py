@@ -67,16 +67,16 @@ def _e8m0_values() -> Doubles:
     return values
 
 
-FP8_F64: Doubles = _frozen(_fp8_values())  # type: ignore[assignment]
+FP8_F64: Doubles = _frozen(_fp8_values())
 """Values of the 256 OCP e4m3 codes."""
-BF8_F64: Doubles = _frozen(_bf8_values())  # type: ignore[assignment]
+BF8_F64: Doubles = _frozen(_bf8_values())
 """Values of the 256 OCP e5m2 codes."""
-E8M0_F64: Doubles = _frozen(_e8m0_values())  # type: ignore[assignment]
+E8M0_F64: Doubles = _frozen(_e8m0_values())
 """Values of the 256 E8M0 scale codes."""
-FP8_F32: Floats = _frozen(FP8_F64.astype(np.float32))  # type: ignore[assignment]
-BF8_F32: Floats = _frozen(BF8_F64.astype(np.float32))  # type: ignore[assignment]
-E8M0_F32: Floats = _frozen(E8M0_F64.astype(np.float32))  # type: ignore[assignment]
-E8M0_INVERSE_F32: Floats = _frozen((1 / E8M0_F64).astype(np.float32))  # type: ignore[assignment]
+FP8_F32: Floats = _frozen(FP8_F64.astype(np.float32))
+BF8_F32: Floats = _frozen(BF8_F64.astype(np.float32))
+E8M0_F32: Floats = _frozen(E8M0_F64.astype(np.float32))
+E8M0_INVERSE_F32: Floats = _frozen((1 / E8M0_F64).astype(np.float32))
 """2^(127 - code); NaN for code 255."""
 
 
