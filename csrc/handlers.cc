@@ -168,3 +168,12 @@ EXPORT const char* jax_sparse_mla_contract() {
   static const std::string& contract = *new std::string(jax_sparse_mla::Contract());
   return contract.c_str();
 }
+
+// Why no HIP runtime can be used, or "" if one can; for the doctor. Valid until this thread's next
+// call.
+EXPORT const char* jax_sparse_mla_hip_error() {
+  static thread_local std::string reason;
+  const auto hip = jax_sparse_mla::Hip::Get();
+  reason = hip.has_error() ? hip.error().message() : "";
+  return reason.c_str();
+}

@@ -108,11 +108,11 @@ def test_damaged_cache_file_is_replaced(compiles, monkeypatch, content):
 
 
 def test_key_depends_on_source_compiler_and_options(monkeypatch):
-    keys = [compiler.cache_key(s) for s in ALL]
+    keys = [compiler.entry_name(s) for s in ALL]
     monkeypatch.setattr(compiler, "source_hash", lambda: "other source")
-    keys.append(compiler.cache_key(POW2))
+    keys.append(compiler.entry_name(POW2))
     monkeypatch.setattr(toolchain, "flydsl_version", lambda: "other version")
-    keys.append(compiler.cache_key(POW2))
+    keys.append(compiler.entry_name(POW2))
     assert len(set(keys)) == len(keys)
 
 

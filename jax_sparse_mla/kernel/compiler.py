@@ -77,10 +77,10 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def cache_key(specialisation: Specialisation) -> str:
-    """Identifies everything that the code depends on: source, compiler, arch and options."""
+def entry_name(specialisation: Specialisation) -> str:
+    """The cache entry's file name, from all that the code depends on: source, compiler, options."""
     parts = (source_hash(), toolchain.flydsl_version(), contract.ARCH, specialisation.name)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return f"{specialisation.name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
 
 
 def compile_all(specialisations: Iterable[Specialisation]) -> dict[Specialisation, CodeObject]:
@@ -90,7 +90,7 @@ def compile_all(specialisations: Iterable[Specialisation]) -> dict[Specialisatio
 
 def _cached(specialisations: list[Specialisation]) -> dict[Specialisation, CodeObject]:
     folder = cache_folder()
-    paths = {s: folder / f"{s.name}-{cache_key(s)[:32]}" for s in specialisations}
+    paths = {s: folder / entry_name(s) for s in specialisations}
     found: dict[Specialisation, CodeObject] = {}
     for specialisation, path in paths.items():
         # A missing, truncated or corrupt entry is compiled again and replaced.

@@ -7,9 +7,6 @@ import numpy as np
 from jax_sparse_mla.kernel import compiler, contract, shim
 from jax_sparse_mla.kernel.specialisation import ScaleFormat, Specialisation
 
-TARGET = f"jax_sparse_mla_fwd_v{contract.VERSION}"
-"""The custom call's target. An executable exported with another contract names another target."""
-
 
 def sparse_mla_call(
     q_latent: jax.Array,
@@ -54,7 +51,7 @@ def sparse_mla_call(
         (m, heads, contract.LATENT_DIM), jnp.float32 if partial else jnp.bfloat16
     )
     lse = jax.ShapeDtypeStruct((m, heads), jnp.float32)
-    call = jax.ffi.ffi_call(TARGET, (out, lse))
+    call = jax.ffi.ffi_call(shim.TARGET, (out, lse))
     return call(
         q_latent,
         q_rope,

@@ -66,13 +66,30 @@ def register() -> None:
             _registered.add(platform)
 
 
+def hip_error() -> str | None:
+    """Why the shim finds no HIP runtime to use, or None if it does.
+
+    Raises:
+        RuntimeError: as for `register`.
+    """
+    reason = _symbol("jax_sparse_mla_hip_error")
+    reason.restype = ctypes.c_char_p
+    return reason().decode() or None
+
+
 def expected_contract() -> str:
     """The launch contract of this package, in the form in which the shim states its own."""
     return " ".join([str(contract.VERSION), *(f"{a.name}:{a.kind}" for a in contract.ARGUMENTS)])
 
 
 def _symbol(name: str) -> Any:
-    return getattr(_load(), name)
+    library = _load()
+    try:
+        return getattr(library, name)
+    except AttributeError as error:
+        raise RuntimeError(
+            f"the FFI shim is another version's; install it again: {error}"
+        ) from None
 
 
 @functools.cache
