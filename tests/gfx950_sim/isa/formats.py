@@ -100,7 +100,8 @@ def _encode_small(
 ) -> Bytes:
     """Codes by the definition: the nearest value, ties to the even code."""
     magnitude = np.abs(value)
-    code = np.searchsorted(thresholds, magnitude, side="left")
+    with np.errstate(invalid="ignore"):  # signalling NaNs among the values
+        code = np.searchsorted(thresholds, magnitude, side="left")
     # searchsorted places NaN after every number, where it would look like an overflow.
     code = np.where(code > largest, largest if clamp else overflow, code)
     code = np.where(np.isnan(magnitude), 0x7F, code)
