@@ -1,5 +1,6 @@
 """Sparse multi-head latent attention for JAX."""
 
+from .attention import sparse_mla_fwd
 from .csr import (
     block_table_to_slots,
     compact_rows,
@@ -34,6 +35,7 @@ __all__ = [
     "pack_records",
     "padded_to_csr",
     "repack_records",
+    "sparse_mla_fwd",
     "split_rows",
     "unpack_records",
     "write_records",

@@ -1,0 +1,307 @@
+"""The op: checks and conversions around the primitive, and the attention sink."""
+
+import functools
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_sparse_mla.kernel.contract import LATENT_DIM, RECORD_BYTES, ROPE_DIM
+from jax_sparse_mla.kernel.specialisation import ScaleFormat
+from jax_sparse_mla.lse import apply_sink
+from jax_sparse_mla.primitive import Params, sparse_mla
+
+WHOLE_DIM = LATENT_DIM + ROPE_DIM
+
+# Records of other systems, by their size in bytes: what to say to whoever passes them.
+_FOREIGN_RECORDS = {
+    576: "576-byte records hold one fp8 scale per tensor (SGLang on ROCm) and cannot be read",
+    584: "584-byte records (FlashMLA's MODEL1: 448 fp8 latents, e8m0 scales) cannot be read",
+}
+
+
+def sparse_mla_fwd(
+    q: ArrayLike | tuple[ArrayLike, ArrayLike],
+    kv_buffer: ArrayLike,
+    kv_indptr: ArrayLike | None,
+    kv_indices: ArrayLike,
+    softmax_scale: float,
+    *,
+    row_lengths: ArrayLike | None = None,
+    has_invalid: bool = True,
+    return_lse: bool = False,
+    attn_sink: ArrayLike | None = None,
+    num_splits: int | None = None,
+    scale_format: ScaleFormat = "pow2",
+    implementation: str | None = None,
+) -> Array | tuple[Array, Array]:
+    """Sparse multi-head latent attention over a cache of fp8_ds_mla records, forward only.
+
+    Row i of q attends the records that row i of the index entries selects::
+
+        logits[h, t] = softmax_scale * q[i, h] . [latent[t] | rope[t]]
+        lse[i, h]    = log(sum_t exp(logits[h, t]))
+        out[i, h]    = sum_t exp(logits[h, t] - lse[i, h]) * latent[t]
+
+    On an AMD gfx950 GPU this is one call of a kernel, elsewhere jnp. Argument names and order are
+    those of aiter's ``sparse_mla_fwd``. Everything may be traced, mapped with vmap and sharded, but
+    what is said to be static. q of inf or NaN gives NaN in out and lse of that row and head if it
+    has an entry; a selected record of NaN, in all heads of the rows that select it.
+
+    Args:
+      q: [n, H, 576] bfloat16, latent 512 then rope 64; or the pair (q_latent [n, H, 512], q_rope
+        [n, H, 64]) bfloat16, which saves joining them. Any n and H.
+      kv_buffer: [..., 656] uint8, int8 or float8_e4m3fn; its leading axes are read as one axis of
+        rows. A record is 512 e4m3fn latents, 4 float32 scales (one per 128 latents) and 64 bfloat16
+        of rope: vLLM's fp8_ds_mla. It is never converted nor copied. The reference also reads [...,
+        576] bfloat16, an unquantised cache.
+      kv_indptr: [n + 1] integer, row i's entries are ``kv_indices[kv_indptr[i] : kv_indptr[i +
+        1]]``. Values are clamped to 0 .. nnz; a decreasing pair is an empty row. None for padded
+        rows.
+      kv_indices: [nnz] integer with kv_indptr, [n, w] integer without: rows of kv_buffer. An entry
+        outside 0 .. rows - 1 is masked, wherever it stands; an entry counts as often as it stands.
+      softmax_scale: finite number, static; natural units.
+      row_lengths: [n] integer, only with padded rows: entries of row i from row_lengths[i] on do
+        not count. Clamped to 0 .. w; default w.
+      has_invalid: static. Says that rows may end in masked entries, so that skipping them is worth
+        looking for. The result does not depend on it.
+      return_lse: static. Also return the lse.
+      attn_sink: [H] floating: one more logit a head, with no value: out times sigmoid(lse -
+        attn_sink). lse is not changed by it.
+      num_splits: static. The kernel cuts each row in so many parts, that run side by side, and
+        merges them; None lets it choose from the sizes and the device
+        (:func:`jax_sparse_mla.lowering.choose_num_splits`). The reference ignores it.
+      scale_format: static. ``"pow2"``: scales are +2^-126 .. 2^127 or 0, any other gives NaN in the
+        rows that select it. ``"float32"``: any finite scale, exactly, and slower.
+      implementation: static. None: the kernel on gfx950, else the reference. ``"kernel"`` or
+        ``"reference"``: that one.
+
+    Returns:
+      out [n, H, 512] bfloat16; with return_lse also lse [n, H] float32, natural log. A row without
+      a valid entry has out 0 and lse -inf.
+
+    Raises:
+      TypeError: an argument has a dtype that cannot be converted without loss, or softmax_scale is
+      no Python number.
+      ValueError: shapes do not fit, or an option is unknown; both name the argument.
+      NotImplementedError: the op is differentiated.
+    """
+    operands = _operands(q, kv_buffer, kv_indptr, kv_indices, row_lengths)
+    params = _params(
+        softmax_scale, scale_format, num_splits, has_invalid, implementation, operands[2]
+    )
+    out, lse = _call(*operands, params=params)
+    if attn_sink is not None:
+        out = apply_sink(out, lse, _sink(attn_sink, out.shape[1]))
+    return (out, lse) if return_lse else out
+
+
+def sparse_mla_partial(
+    q: ArrayLike | tuple[ArrayLike, ArrayLike],
+    kv_buffer: ArrayLike,
+    kv_indptr: ArrayLike | None,
+    kv_indices: ArrayLike,
+    softmax_scale: float,
+    *,
+    row_lengths: ArrayLike | None = None,
+    has_invalid: bool = True,
+    num_splits: int | None = None,
+    scale_format: ScaleFormat = "pow2",
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """One part of an attention whose records are spread over several devices or calls, to be
+    merged.
+
+    Arguments and errors are those of :func:`sparse_mla_fwd`.
+
+    Returns:
+      out [n, H, 512] float32 and lse [n, H] float32, for :func:`jax_sparse_mla.merge_attention`; an
+      attention sink is applied after the merge.
+    """
+    operands = _operands(q, kv_buffer, kv_indptr, kv_indices, row_lengths)
+    params = _params(
+        softmax_scale,
+        scale_format,
+        num_splits,
+        has_invalid,
+        implementation,
+        operands[2],
+        partial=True,
+    )
+    return _call(*operands, params=params)
+
+
+# Compiled also where the caller does not jit, so that a call with sharded arrays stays local;
+# inlined where he does.
+_call = functools.partial(jax.jit, static_argnames="params", inline=True)(sparse_mla)
+
+
+def _operands(
+    q: Any, kv_buffer: Any, kv_indptr: Any, kv_indices: Any, row_lengths: Any
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    q_latent, q_rope = _queries(q)
+    n = q_latent.shape[0]
+    kv = _records(kv_buffer)
+    indices = _int32("kv_indices", kv_indices)
+    if kv_indptr is None:
+        if indices.ndim != 2 or indices.shape[0] != n:
+            raise ValueError(
+                f"kv_indices must be [{n}, w], one row for each of q, where kv_indptr is None, "
+                f"not {list(indices.shape)}"
+            )
+        width = indices.shape[1]
+        row_begin = jnp.zeros((n,), jnp.int32)
+        if row_lengths is None:
+            return q_latent, q_rope, kv, indices, row_begin, jnp.full((n,), width, jnp.int32)
+        row_end = _int32("row_lengths", row_lengths)
+        if row_end.shape != (n,):
+            raise ValueError(
+                f"row_lengths must be [{n}], one for each row of q, not {list(row_end.shape)}"
+            )
+        return q_latent, q_rope, kv, indices, row_begin, row_end
+    if row_lengths is not None:
+        raise ValueError(
+            "row_lengths must be None where kv_indptr is given: that holds the lengths"
+        )
+    indptr = _int32("kv_indptr", kv_indptr)
+    if indptr.shape != (n + 1,):
+        raise ValueError(
+            f"kv_indptr must be [{n + 1}], one more than rows of q, not {list(indptr.shape)}"
+        )
+    if indices.ndim != 1:
+        raise ValueError(
+            f"kv_indices must be [nnz] where kv_indptr is given, not {list(indices.shape)}"
+        )
+    return q_latent, q_rope, kv, indices, indptr[:-1], indptr[1:]
+
+
+def _queries(q: Any) -> tuple[Array, Array]:
+    """The operands q_latent and q_rope; a whole q serves as both, so that nothing is sliced or
+    copied."""
+    if not isinstance(q, tuple | list):
+        whole = _query("q", q, WHOLE_DIM)
+        return whole, whole
+    if len(q) != 2:
+        raise ValueError(f"q must be an array or the pair (q_latent, q_rope), not {len(q)} arrays")
+    latent, rope = _query("q[0]", q[0], LATENT_DIM), _query("q[1]", q[1], ROPE_DIM)
+    if latent.shape[:2] != rope.shape[:2]:
+        raise ValueError(
+            f"q[0] and q[1] must have the same rows and heads, not {list(latent.shape)} "
+            f"and {list(rope.shape)}"
+        )
+    return latent, rope
+
+
+def _query(name: str, value: Any, dim: int) -> Array:
+    array = _array(name, value)
+    if array.dtype != jnp.bfloat16:
+        raise TypeError(
+            f"{name} must be bfloat16, not {array.dtype}; rounding it is the caller's decision: "
+            f"{name}.astype(jnp.bfloat16)"
+        )
+    if array.ndim != 3 or array.shape[2] != dim:
+        raise ValueError(f"{name} must be [n, H, {dim}], not {list(array.shape)}")
+    return array
+
+
+def _records(kv_buffer: Any) -> Array:
+    array = _array("kv_buffer", kv_buffer)
+    size = array.shape[-1] if array.ndim >= 2 else None
+    if array.dtype == jnp.bfloat16:
+        if size != WHOLE_DIM:
+            raise ValueError(
+                f"kv_buffer of bfloat16 must be [..., {WHOLE_DIM}], not {list(array.shape)}"
+            )
+    elif array.dtype not in (jnp.uint8, jnp.int8, jnp.float8_e4m3fn):
+        raise TypeError(
+            f"kv_buffer must be uint8, int8 or float8_e4m3fn records [..., {RECORD_BYTES}], or "
+            f"bfloat16 [..., {WHOLE_DIM}], not {array.dtype}"
+        )
+    elif size != RECORD_BYTES:
+        foreign = f": {_FOREIGN_RECORDS[size]}" if size in _FOREIGN_RECORDS else ""
+        raise ValueError(
+            f"kv_buffer must be [..., {RECORD_BYTES}] records of fp8_ds_mla, "
+            f"not {list(array.shape)}{foreign}"
+        )
+    kv = array.reshape(-1, array.shape[-1]) if array.size else array.reshape(0, array.shape[-1])
+    if isinstance(kv.shape[0], int) and kv.shape[0] > 2**31 - 1:
+        raise ValueError(f"kv_buffer must hold at most 2**31 - 1 records, not {kv.shape[0]}")
+    return kv
+
+
+def _int32(name: str, value: Any) -> Array:
+    """The argument as int32; what int32 cannot hold becomes the nearest it can, which is as far out
+    of every range."""
+    if not hasattr(value, "dtype"):
+        value = np.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integer, not {value.dtype}")
+    info, limits = jnp.iinfo(value.dtype), jnp.iinfo(jnp.int32)
+    if info.max > limits.max:
+        # NumPy arrays are clipped before JAX sees them: without 64-bit types it would wrap them.
+        xp: Any = np if isinstance(value, np.ndarray) else jnp
+        value = xp.clip(value, max(int(info.min), int(limits.min)), int(limits.max))
+    return jnp.asarray(value).astype(jnp.int32)
+
+
+def _sink(attn_sink: Any, num_heads: int) -> Array:
+    array = _array("attn_sink", attn_sink)
+    if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"attn_sink must be float32, not {array.dtype}")
+    if array.shape != (num_heads,):
+        raise ValueError(
+            f"attn_sink must be [{num_heads}], one for each head of q, not {list(array.shape)}"
+        )
+    return array.astype(jnp.float32)
+
+
+def _array(name: str, value: Any) -> Array:
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an array, not {type(value).__name__}")
+    return jnp.asarray(value)
+
+
+def _params(
+    softmax_scale: Any,
+    scale_format: Any,
+    num_splits: Any,
+    has_invalid: Any,
+    implementation: Any,
+    kv: Array,
+    partial: bool = False,
+) -> Params:
+    if not isinstance(softmax_scale, numbers.Real) or isinstance(softmax_scale, bool):
+        raise TypeError(
+            "softmax_scale must be a Python number, known when the op is traced, not "
+            f"{type(softmax_scale).__name__}; scale q where it has to be traced"
+        )
+    scale = float(softmax_scale)
+    if not math.isfinite(scale) or abs(scale) > float(ml_dtypes.finfo(np.float32).max):
+        raise ValueError(f"softmax_scale must be finite in float32, not {softmax_scale}")
+    if scale_format not in ("pow2", "float32"):
+        raise ValueError(f'scale_format must be "pow2" or "float32", not {scale_format!r}')
+    if implementation not in (None, "kernel", "reference"):
+        raise ValueError(
+            f'implementation must be None, "kernel" or "reference", not {implementation!r}'
+        )
+    if implementation == "kernel" and kv.dtype == jnp.bfloat16:
+        raise ValueError(
+            'implementation must not be "kernel" with a bfloat16 kv_buffer: that reads records'
+        )
+    if num_splits is not None:
+        if not isinstance(num_splits, numbers.Integral) or isinstance(num_splits, bool):
+            raise TypeError(
+                f"num_splits must be None or a Python int, not {type(num_splits).__name__}"
+            )
+        if num_splits < 1:
+            raise ValueError(f"num_splits must be at least 1, not {num_splits}")
+        num_splits = int(num_splits)
+    if not isinstance(has_invalid, bool | np.bool_):
+        raise TypeError(f"has_invalid must be a Python bool, not {type(has_invalid).__name__}")
+    return Params(scale, scale_format, num_splits, bool(has_invalid), partial, implementation)

@@ -1,0 +1,231 @@
+"""The JAX primitive of the op, and the transformations around it.
+
+A call passes through three layers, outermost first:
+
+* ``custom_jvp`` answers differentiation with an error that says what to do;
+* ``custom_vmap`` adds one leading batch axis to every operand, of the mapped size or 1, so that any
+  subset of operands can be mapped, any number of times, and no cache is ever broadcast, gathered or
+  reshaped across devices;
+* ``custom_partitioning`` keeps the op local on a mesh of several devices: rows, heads and batch
+  axes may be sharded. JAX itself drops this layer where there is nothing to partition: on a single
+  device and inside ``shard_map``. Such programs export and hit the persistent compilation cache
+  like any other.
+
+Then the primitive is lowered for one device's share: the batch axes are folded (lowering.py), and
+either the reference or the kernel runs.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import ShapedArray
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_sparse_mla import platform
+from jax_sparse_mla.kernel.specialisation import ScaleFormat
+from jax_sparse_mla.lowering import run_kernel, run_reference
+from jax_sparse_mla.reference import CPU_TILING, GPU_TILING, LATENT_DIM, Tiling
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """What is static in a call; also the primitive's parameters."""
+
+    softmax_scale: float
+    scale_format: ScaleFormat
+    num_splits: int | None
+    has_invalid: bool
+    partial: bool
+    implementation: str | None
+
+
+def sparse_mla(
+    q_latent: Array,
+    q_rope: Array,
+    kv: Array,
+    indices: Array,
+    row_begin: Array,
+    row_end: Array,
+    *,
+    params: Params,
+) -> tuple[Array, Array]:
+    """Call the primitive; operands are taken as right (attention.py checks them).
+
+    Args:
+      q_latent: [n, H, 512 or more] bfloat16, of which the leading 512 count.
+      q_rope: [n, H, 64 or more] bfloat16, of which the trailing 64 count; a whole q is passed as
+        both.
+      kv: [rows, 656] of one-byte dtype, or [rows, 576] bfloat16 for the reference.
+      indices: [nnz] int32, or [n, w] int32 of rows with a stream of their own each.
+      row_begin: [n] int32, positions in the row's stream, clamped to it.
+      row_end: [n] int32, likewise; a row with begin >= end is empty.
+      params: the static rest.
+
+    Returns:
+      out [n, H, 512] bfloat16, or float32 if ``params.partial``; lse [n, H] float32, natural log.
+    """
+    return _forward_only(params, q_latent, q_rope, kv, indices, row_begin, row_end)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _forward_only(params: Params, *operands: Array) -> tuple[Array, Array]:
+    return _mappable(params)(*operands)
+
+
+@_forward_only.defjvp
+def _forward_only_jvp(params: Params, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "sparse_mla_fwd is forward-only: it has no derivative. Stop the gradient of what goes in "
+        "(jax.lax.stop_gradient), or differentiate a dense attention instead."
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _mappable(params: Params) -> Any:
+    """The op with its vmap rule; operands have any number of leading batch axes, the same for
+    all."""
+
+    @custom_vmap
+    def call(
+        q_latent: Array, q_rope: Array, kv: Array, indices: Array, row_begin: Array, row_end: Array
+    ) -> tuple[Array, Array]:
+        return _partitioned(q_latent, q_rope, kv, indices, row_begin, row_end, params)
+
+    @call.def_vmap
+    def rule(axis_size: int, in_batched: list[bool], *operands: Array) -> Any:
+        mapped = [x if b else x[None] for x, b in zip(operands, in_batched, strict=True)]
+        return _mappable(params)(*mapped), (True, True)
+
+    return call
+
+
+# -- partitioning
+
+
+@functools.partial(custom_partitioning, static_argnums=(6,))
+def _partitioned(
+    q_latent: Array,
+    q_rope: Array,
+    kv: Array,
+    indices: Array,
+    row_begin: Array,
+    row_end: Array,
+    params: Params,
+) -> tuple[Array, Array]:
+    return _bind(params, q_latent, q_rope, kv, indices, row_begin, row_end)
+
+
+def _partition(params: Params, mesh: Any, operands: Any, results: Any) -> Any:
+    shardings = jax.tree.map(lambda x: x.sharding, (operands, results))
+    return mesh, functools.partial(_bind, params), shardings[1], shardings[0]
+
+
+def _sharding_rule(params: Params, mesh: Any, operands: Any, results: Any) -> Any:
+    """Rows n, heads h and batch axes b0, b1 ... may be sharded; what an operand has only once goes
+    to every device.
+
+    A batch axis of size 1 on one operand and more on another gets a name of its own, for it can't
+    be sharded likewise.
+    """
+    shapes = [tuple(x.shape) for x in operands]
+    axes = len(shapes[0]) - 3
+    batch = [max(shape[i] for shape in shapes) for i in range(axes)]
+    padded = len(shapes[3]) == axes + 2
+    trailing = ["n h latent", "n h rope", "row byte", "n entry" if padded else "entry", "n", "n"]
+    terms = []
+    for number, (shape, rest) in enumerate(zip(shapes, trailing, strict=True)):
+        names = [f"b{i}" if shape[i] == batch[i] else f"one{number}_{i}" for i in range(axes)]
+        terms.append(" ".join([*names, rest]))
+    leading = [f"b{i}" for i in range(axes)]
+    outs = [" ".join([*leading, "n h value"]), " ".join([*leading, "n h"])]
+    once = [name for term in terms for name in term.split() if name not in {*leading, "n", "h"}]
+    rule = f"{', '.join(terms)} -> {', '.join(outs)}"
+    return rule, {"need_replication_factors": tuple(dict.fromkeys([*once, "value"]))}
+
+
+_partitioned.def_partition(partition=_partition, sharding_rule=_sharding_rule)
+
+
+# -- the primitive
+
+sparse_mla_p = Primitive("sparse_mla")
+sparse_mla_p.multiple_results = True
+
+
+def _bind(params: Params, *operands: Array) -> tuple[Array, Array]:
+    out, lse = sparse_mla_p.bind(*operands, **dataclasses.asdict(params))
+    return out, lse
+
+
+@sparse_mla_p.def_impl
+def _impl(*operands: Array, **params: Any) -> Any:
+    with jax.disable_jit(False):
+        return _compiled(Params(**params), *operands)
+
+
+_compiled = jax.jit(_bind, static_argnums=0)
+
+
+@sparse_mla_p.def_abstract_eval
+def _abstract_eval(*operands: ShapedArray, partial: bool, **params: Any) -> Any:
+    q = operands[0]
+    axes = q.ndim - 3
+    batch = jnp.broadcast_shapes(*(x.shape[:axes] for x in operands))
+    spec = _result_spec(operands, axes)
+    shape = (*batch, *q.shape[axes : axes + 2])
+    mesh = q.sharding.mesh
+    out = q.update(
+        shape=(*shape, LATENT_DIM),
+        dtype=jnp.dtype(jnp.float32 if partial else jnp.bfloat16),
+        weak_type=False,
+        sharding=NamedSharding(mesh, PartitionSpec(*spec, None)),
+    )
+    lse = q.update(
+        shape=shape,
+        dtype=jnp.dtype(jnp.float32),
+        weak_type=False,
+        sharding=NamedSharding(mesh, PartitionSpec(*spec)),
+    )
+    return out, lse
+
+
+def _result_spec(operands: tuple[ShapedArray, ...], axes: int) -> list[Any]:
+    """How the results' batch axes, rows and heads are sharded on an explicit mesh: as some
+    operand's are."""
+    spec: list[Any] = []
+    for i in range(axes):
+        spec.append(next((s for x in operands if (s := x.sharding.spec[i]) is not None), None))
+    q = operands[0].sharding.spec
+    return [*spec, q[axes], q[axes + 1]]
+
+
+def _lower(run: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
+    return mlir.lower_fun(functools.partial(run, **params), multiple_results=True)(ctx, *operands)
+
+
+def _lower_rule(tiling: Tiling, on_rocm: bool, ctx: Any, *operands: Any, **params: Any) -> Any:
+    implementation = params["implementation"]
+    if implementation is None:
+        records = ctx.avals_in[2].dtype != jnp.bfloat16
+        kernel = on_rocm and records and platform.use_kernel_on_rocm()
+        implementation = "kernel" if kernel else "reference"
+    if implementation == "kernel":
+        return _lower(run_kernel, ctx, *operands, **params)
+    return _lower(functools.partial(run_reference, tiling=tiling), ctx, *operands, **params)
+
+
+mlir.register_lowering(sparse_mla_p, functools.partial(_lower_rule, CPU_TILING, False))
+mlir.register_lowering(
+    sparse_mla_p, functools.partial(_lower_rule, GPU_TILING, False), platform="cuda"
+)
+mlir.register_lowering(
+    sparse_mla_p, functools.partial(_lower_rule, GPU_TILING, True), platform="rocm"
+)
