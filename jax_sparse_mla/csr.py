@@ -74,6 +74,8 @@ def csr_to_padded(
     nnz = kv_indices.shape[0]
     kv_indptr = jnp.clip(kv_indptr, 0, nnz)
     row_lengths = jnp.clip(kv_indptr[1:] - kv_indptr[:-1], 0, width)
+    if nnz == 0:  # JAX does not gather from nothing
+        return jnp.full((row_lengths.shape[0], width), -1, jnp.int32), row_lengths
     column = lax.iota(jnp.int32, width)[None, :]
     inside = column < row_lengths[:, None]
     # A place past the stream is only ever reached outside a row; fill mode leaves it -1.

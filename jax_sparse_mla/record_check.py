@@ -41,7 +41,7 @@ class RecordFault(enum.IntFlag):
     SCALE_NOT_FINITE = 4
     """A scale is inf or NaN."""
     SCALE_NEGATIVE = 8
-    """A scale has its sign bit set (-0.0 too); a fault for ``scale_format="pow2"`` only."""
+    """A scale is below zero; a fault for ``scale_format="pow2"`` only."""
     SCALE_SUBNORMAL = 16
     """A scale lies between 0 and 2**-126; a fault for ``scale_format="pow2"`` only."""
     SCALE_NOT_POWER_OF_TWO = 32
@@ -257,7 +257,10 @@ def record_faults(records: jax.Array, scale_format: ScaleFormat) -> jax.Array:
     }
     if scale_format == "pow2":
         subnormal = (exponent == 0) & (mantissa != 0)
-        found[RecordFault.SCALE_NEGATIVE] = scale_bits < 0
+        # -0.0 is a zero, and NaN has no sign that matters.
+        found[RecordFault.SCALE_NEGATIVE] = (
+            (scale_bits < 0) & ((exponent | mantissa) != 0) & ~(not_finite & (mantissa != 0))
+        )
         found[RecordFault.SCALE_SUBNORMAL] = subnormal
         found[RecordFault.SCALE_NOT_POWER_OF_TWO] = (mantissa != 0) & ~subnormal & ~not_finite
     bits = jnp.zeros(records.shape[:-1], jnp.uint8)

@@ -96,7 +96,7 @@ def unpack_records(
 
     Args:
       records: [..., 656] uint8, int8 or float8_e4m3fn.
-      scale_format: ``"pow2"``: a group whose scale is neither 0 nor +2**-126 .. +2**127 reads as
+      scale_format: ``"pow2"``: a group whose scale is neither zero nor +2**-126 .. +2**127 reads as
         NaN, as in the op. ``"float32"``: any finite scale; one that is not finite reads as NaN.
 
     Returns:
@@ -131,7 +131,9 @@ def write_records(
     the cache's size. That holds for uint8 and int8 caches; a float8_e4m3fn cache costs a temporary
     copy of itself on every write, because XLA does not scatter that type in place. Under
     ``lax.scan`` over layers keep one buffer for all layers in the carry and move the slots with
-    :func:`jax_sparse_mla.layer_slots`; a cache passed through scan's xs and ys is copied.
+    :func:`jax_sparse_mla.layer_slots`; a cache passed through scan's xs and ys is copied. A read
+    must not be left unordered against a later write: XLA then copies the cache. In a model each
+    layer's write depends on the attention of the layer before, which orders them.
 
     Where several tokens name one slot, the last of them in row-major order stays, on every
     platform.
@@ -207,10 +209,12 @@ def _group_scale(amax: jax.Array, scale_rule: ScaleRule) -> jax.Array:
 
 def join_record(codes: jax.Array, scale: jax.Array, rope: jax.Array) -> jax.Array:
     """Join codes [..., 512], scale [..., 4] and rope [..., 64], of 1, 4 and 2 bytes, to uint8."""
-    leading = codes.shape[:-1]
-    parts = (codes, scale, rope)
-    as_bytes = [lax.bitcast_convert_type(part, jnp.uint8).reshape(*leading, -1) for part in parts]
-    return jnp.concatenate(as_bytes, axis=-1)
+    parts = []
+    for part in (codes, scale, rope):
+        width = part.shape[-1] * part.dtype.itemsize
+        part_bytes = lax.bitcast_convert_type(part, jnp.uint8)
+        parts.append(part_bytes.reshape(*part.shape[:-1], width))
+    return jnp.concatenate(parts, axis=-1)
 
 
 def split_record(record_bytes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -233,8 +237,8 @@ def scale_is_usable(scale_bits: jax.Array, scale_format: ScaleFormat) -> jax.Arr
     finite = exponent != EXPONENT_BITS
     if scale_format == "float32":
         return finite
-    only_exponent = (scale_bits & (SIGN_BIT | MANTISSA_BITS)) == 0  # 0 has no other bit either
-    return finite & only_exponent
+    power_of_two = finite & ((scale_bits & (SIGN_BIT | MANTISSA_BITS)) == 0)
+    return power_of_two | ((scale_bits & ~SIGN_BIT) == 0)  # zero of either sign
 
 
 def as_record_array(name: str, records: ArrayLike) -> jax.Array:
