@@ -1,0 +1,100 @@
+// First calls from many threads at once, on several devices.
+
+#include <atomic>
+#include <map>
+#include <thread>
+
+#include "driver.h"
+
+namespace jax_sparse_mla {
+namespace {
+
+constexpr int kThreads = 16;
+constexpr int kRounds = 20;
+
+// Runs body(thread) on all threads, which start together.
+template <typename Body>
+void InParallel(Body body) {
+  std::atomic<int> waiting{kThreads};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      --waiting;
+      while (waiting > 0) std::this_thread::yield();
+      body(i);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Loads by device since the record was cleared.
+std::map<int, int> Loads() {
+  std::map<int, int> loads;
+  SimhipCall call;
+  for (uint64_t i = 0; SimulatedHip::Get().get_call(i, &call) == 0; ++i) {
+    if (std::string(call.name) == "hipModuleLoadData") ++loads[call.device];
+  }
+  return loads;
+}
+
+SHIM_TEST(ManyThreadsLoadOnceADevice) {
+  const SimulatedHip& hip = SimulatedHip::Get();
+  for (int devices : {1, kOtherArchDevice}) {
+    const std::string code = NewCode();
+    hip.clear_calls();
+    const uint64_t launches = hip.launch_count();
+    InParallel([&](int thread) {
+      const int device = thread % devices;
+      Stream stream(device);
+      Call call = MakeCall(code);
+      call.context = {device, stream.get(), false};
+      for (int round = 0; round < kRounds; ++round) {
+        if (thread % 2 == 0) EXPECT_OK(Initialize(call));
+        EXPECT_OK(Execute(call));
+      }
+      EXPECT(hip.CurrentDevice() == 0);
+    });
+    const std::map<int, int> loads = Loads();
+    EXPECT(static_cast<int>(loads.size()) == devices);
+    for (const auto& [device, count] : loads) EXPECT(count == 1);
+    EXPECT(hip.launch_count() == launches + kThreads * kRounds);
+  }
+}
+
+SHIM_TEST(ThreadsWithManyCodeObjects) {
+  const SimulatedHip& hip = SimulatedHip::Get();
+  constexpr int kCodes = 5;
+  std::vector<std::string> codes;
+  for (int i = 0; i < kCodes; ++i) codes.push_back(NewCode());
+  hip.clear_calls();
+  InParallel([&](int thread) {
+    for (int round = 0; round < kRounds; ++round) {
+      Call call = MakeCall(codes[(thread + round) % kCodes]);
+      call.context.device = (thread + round) % 2;
+      EXPECT_OK(ExecuteHost(call));
+    }
+  });
+  int total = 0;
+  for (const auto& [device, count] : Loads()) total += count;
+  EXPECT(total == 2 * kCodes);
+}
+
+SHIM_TEST(AFailureInOneThreadIsRepairedByTheNext) {
+  const SimulatedHip& hip = SimulatedHip::Get();
+  const std::string code = NewCode();
+  const int64_t modules = hip.live("module");
+  hip.fail("hipModuleLoadData", 2, 1, 5);
+  std::atomic<int> failed{0};
+  InParallel([&](int) {
+    Call call = MakeCall(code);
+    if (const Outcome outcome = ExecuteHost(call)) {
+      ++failed;
+      EXPECT_ERROR(outcome, INTERNAL, "hipModuleLoadData failed", "hipErrorOutOfMemory (2)");
+    }
+  });
+  EXPECT(failed == 5);
+  EXPECT(hip.live("module") == modules + 1);
+}
+
+}  // namespace
+}  // namespace jax_sparse_mla
