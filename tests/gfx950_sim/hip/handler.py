@@ -88,6 +88,10 @@ class Handler:
         self.run_options: dict[str, Any] = {}
         """More keyword arguments of `gfx950_sim.run`, such as ``order``."""
         self._callback = _LAUNCHER(self._launch)  # lives as long as the library may call it
+        self.install()
+
+    def install(self) -> None:
+        """Makes the simulator the library's launcher (again, after a test set its own)."""
         self._library.simhip_set_launcher(self._callback, None)
 
     def failures(self) -> list[Failure]:
