@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from .arguments import as_int32
+
 TILE = 128
 """Entries the kernel takes at a time."""
 
@@ -143,7 +145,7 @@ def block_table_to_slots(
         block_size.
     """
     block_table = _int32("block_table", block_table, 2)
-    positions = _integer("positions", positions)
+    positions = as_int32("positions", positions)
     num_requests, max_blocks = block_table.shape
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
@@ -160,7 +162,7 @@ def block_table_to_slots(
                 f"request_ids is None, not shape {list(positions.shape)}"
             )
         request_ids = lax.iota(jnp.int32, num_requests)
-    request_ids = _integer("request_ids", request_ids)
+    request_ids = as_int32("request_ids", request_ids)
     if request_ids.shape != positions.shape[: request_ids.ndim]:
         raise ValueError(
             f"request_ids must have leading axes of positions {list(positions.shape)}, "
@@ -169,8 +171,8 @@ def block_table_to_slots(
     request = request_ids.reshape(request_ids.shape + (1,) * (positions.ndim - request_ids.ndim))
     inside = (positions >= 0) & (positions < max_blocks * block_size)
     inside &= (request >= 0) & (request < num_requests)
-    request = jnp.where(inside, request, 0).astype(jnp.int32)
-    position = jnp.where(inside, positions, 0).astype(jnp.int32)
+    request = jnp.where(inside, request, 0)
+    position = jnp.where(inside, positions, 0)
     if num_requests == 0 or max_blocks == 0:
         return jnp.full(positions.shape, -1, jnp.int32)
     block = block_table[request, position // block_size]
@@ -198,10 +200,10 @@ def layer_slots(slots: ArrayLike, layer: ArrayLike, rows_per_layer: int) -> jax.
     Raises:
       TypeError: slots or layer is not integer.
     """
-    slots = _integer("slots", slots)
+    slots = as_int32("slots", slots)
     inside = (slots >= 0) & (slots < rows_per_layer)
-    start = _integer("layer", layer).astype(jnp.int32) * rows_per_layer
-    return jnp.where(inside, jnp.where(inside, slots, 0).astype(jnp.int32) + start, -1)
+    start = as_int32("layer", layer) * rows_per_layer
+    return jnp.where(inside, jnp.where(inside, slots, 0) + start, -1)
 
 
 def split_rows(
@@ -248,7 +250,7 @@ def _rows_and_validity(
     kv_indices = _int32("kv_indices", kv_indices, 2)
     valid = kv_indices >= 0
     if row_lengths is not None:
-        row_lengths = _integer("row_lengths", row_lengths)
+        row_lengths = as_int32("row_lengths", row_lengths)
         if row_lengths.shape != kv_indices.shape[:1]:
             raise ValueError(
                 f"row_lengths must be [{kv_indices.shape[0]}] as kv_indices "
@@ -258,19 +260,8 @@ def _rows_and_validity(
     return kv_indices, valid
 
 
-def _integer(name: str, value: ArrayLike) -> jax.Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be an integer array, not {array.dtype}")
-    return array
-
-
 def _int32(name: str, value: ArrayLike, ndim: int) -> jax.Array:
-    """The argument as int32; a wider value becomes the nearest int32, never another slot."""
-    array = _integer(name, value)
+    array = as_int32(name, value)
     if array.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} axes, not shape {list(array.shape)}")
-    info = jnp.iinfo(array.dtype)
-    if info.max > _INT32_MAX:
-        array = jnp.clip(array, max(info.min, -_INT32_MAX - 1), _INT32_MAX)
-    return array.astype(jnp.int32)
+    return array

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from .arguments import as_floating
+
 _LN_2 = math.log(2.0)
 
 
@@ -107,7 +109,11 @@ def apply_sink(out: ArrayLike, lse: ArrayLike, attn_sink: ArrayLike) -> jax.Arra
       TypeError: an argument is not floating.
       ValueError: the shapes do not match.
     """
-    out, lse, sink = _floating("out", out), _floating("lse", lse), _floating("attn_sink", attn_sink)
+    out, lse, sink = (
+        as_floating("out", out),
+        as_floating("lse", lse),
+        as_floating("attn_sink", attn_sink),
+    )
     if out.shape[:-1] != lse.shape:
         raise ValueError(f"lse must be {list(out.shape[:-1])} as out, not {list(lse.shape)}")
     if lse.ndim == 0 or sink.shape != lse.shape[-1:]:
@@ -132,7 +138,7 @@ def lse_to_base2(lse: ArrayLike) -> jax.Array:
     Raises:
       TypeError: lse is not floating.
     """
-    return _floating("lse", lse).astype(jnp.float32) / _LN_2
+    return as_floating("lse", lse).astype(jnp.float32) / _LN_2
 
 
 def lse_from_base2(lse: ArrayLike) -> jax.Array:
@@ -147,7 +153,7 @@ def lse_from_base2(lse: ArrayLike) -> jax.Array:
     Raises:
       TypeError: lse is not floating.
     """
-    return _floating("lse", lse).astype(jnp.float32) * _LN_2
+    return as_floating("lse", lse).astype(jnp.float32) * _LN_2
 
 
 def lse_from_flashmla(lse: ArrayLike) -> jax.Array:
@@ -162,24 +168,17 @@ def lse_from_flashmla(lse: ArrayLike) -> jax.Array:
     Raises:
       TypeError: lse is not floating.
     """
-    lse = _floating("lse", lse).astype(jnp.float32)
+    lse = as_floating("lse", lse).astype(jnp.float32)
     return jnp.where(lse == jnp.inf, -jnp.inf, lse)
 
 
 def _stacked(name: str, parts: ArrayLike | Sequence[ArrayLike], axis: int) -> jax.Array:
     if not isinstance(parts, Sequence):
-        return _floating(name, parts)
+        return as_floating(name, parts)
     if axis != 0:
         raise ValueError(f"axis must be 0 where {name} is a sequence of parts, not {axis}")
-    arrays = [_floating(f"{name}[{i}]", part) for i, part in enumerate(parts)]
+    arrays = [as_floating(f"{name}[{i}]", part) for i, part in enumerate(parts)]
     if not arrays or any(array.shape != arrays[0].shape for array in arrays):
         shapes = [list(array.shape) for array in arrays]
         raise ValueError(f"{name} must hold at least one part, all of one shape, not {shapes}")
     return jnp.stack(arrays)
-
-
-def _floating(name: str, value: ArrayLike) -> jax.Array:
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating array, not {array.dtype}")
-    return array

@@ -11,16 +11,16 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .arguments import check_choice
 from .kernel.contract import RECORD_BYTES
+from .kernel.specialisation import ScaleFormat
 from .records import (
     E4M3_MAX,
     EXPONENT_BITS,
     GROUP,
     MANTISSA_BITS,
     MANTISSA_WIDTH,
-    ScaleFormat,
     as_record_array,
-    check_choice,
     check_record_array,
     join_record,
     scale_is_usable,

@@ -15,7 +15,7 @@ A latent value is its code times its group's scale. The format is vLLM's and Fla
 :mod:`jax_sparse_mla.record_check`.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from .arguments import as_floating, as_int32, check_choice
 from .kernel.contract import LATENT_DIM, RECORD_BYTES, ROPE_DIM
+from .kernel.specialisation import ScaleFormat
 
 ScaleRule = Literal["pow2", "pow2_fine", "float32"]
-ScaleFormat = Literal["pow2", "float32"]
 
 GROUP = 128
 """Latent values that share one scale."""
@@ -154,9 +155,7 @@ def write_records(
       ValueError: a shape is not as above, or the rule is unknown.
     """
     kv_buffer = as_record_array("kv_buffer", kv_buffer)
-    slots = jnp.asarray(slots)
-    if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise TypeError(f"slots must be an integer array, not {slots.dtype}")
+    slots = as_int32("slots", slots)
     latent, rope = _latent_and_rope(latent, rope)
     if slots.shape != latent.shape[:-1]:
         raise ValueError(
@@ -178,9 +177,8 @@ def _scatter_targets(slots: jax.Array, num_rows: int) -> jax.Array:
     """The row each of [t] tokens writes; for none, one past the end, no two of them alike."""
     tokens = slots.shape[0]
     position = lax.iota(jnp.int32, tokens)
-    # Judged in the slots' own dtype: a 64-bit slot must not wrap into the cache.
     inside = (slots >= 0) & (slots < num_rows)
-    row = jnp.where(inside, slots, num_rows).astype(jnp.int32)
+    row = jnp.where(inside, slots, num_rows)
     if isinstance(tokens, int) and tokens <= _PAIRWISE_TOKENS:
         overwritten = jnp.any(
             (row[:, None] == row[None, :]) & (position[:, None] < position[None, :]), axis=1
@@ -258,18 +256,9 @@ def check_record_array(name: str, shape: tuple[int, ...], dtype: np.dtype) -> No
         raise ValueError(f"{name} must be [..., {RECORD_BYTES}], not {list(shape)}{hint}")
 
 
-def check_choice(name: str, value: object, choices: object) -> None:
-    """Raise ValueError unless value is one of the Literal type ``choices``."""
-    if value not in get_args(choices):
-        allowed = ", ".join(repr(choice) for choice in get_args(choices))
-        raise ValueError(f"{name} must be one of {allowed}, not {value!r}")
-
-
 def _latent_and_rope(latent: ArrayLike, rope: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    latent, rope = jnp.asarray(latent), jnp.asarray(rope)
+    latent, rope = as_floating("latent", latent), as_floating("rope", rope)
     for name, part, width in (("latent", latent, LATENT_DIM), ("rope", rope, ROPE_DIM)):
-        if not jnp.issubdtype(part.dtype, jnp.floating):
-            raise TypeError(f"{name} must be a floating array, not {part.dtype}")
         if not part.shape or part.shape[-1] != width:
             raise ValueError(f"{name} must be [..., {width}], not {list(part.shape)}")
     if latent.shape[:-1] != rope.shape[:-1]:

@@ -149,8 +149,8 @@ def test_any_block_size_gives_the_same_slots_for_the_same_tokens(block_size):
 def test_stride_finds_the_rows_of_a_padded_block():
     cache = np.zeros((4, 24, 656), np.uint8)  # 24 rows a block, 16 of them tokens
     table = np.array([[2, 0]])
-    slots = jsm.block_table_to_slots(table, np.arange(32)[None], block_size=16, block_stride=24)
-    written = jsm.write_records(
+    slots = slots_of(16, 24)(table, np.arange(32)[None])
+    written = jax.jit(jsm.write_records)(
         cache, slots, np.ones((1, 32, 512), np.float32), np.ones((1, 32, 64), np.float32)
     )
     used = np.asarray(written).any(-1)
@@ -182,8 +182,9 @@ def test_tables_without_blocks_or_requests():
     np.testing.assert_array_equal(nobody, [-1, -1])
 
 
-def test_wide_integers_do_not_wrap():
-    with jax.enable_x64(True):
+@pytest.mark.parametrize("x64", [False, True])
+def test_wide_integers_do_not_wrap(x64):
+    with jax.enable_x64(x64):
         slots = jsm.block_table_to_slots(
             np.array([[1, 2**32 + 1]]), np.array([[0, 4, 2**32]]), block_size=4
         )

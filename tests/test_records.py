@@ -35,7 +35,7 @@ def packer(rule: str):
     return jax.jit(functools.partial(jsm.pack_records, scale_rule=rule))
 
 
-write = jax.jit(jsm.write_records)
+write = jax.jit(jsm.write_records, static_argnames="scale_rule")
 repack = jax.jit(jsm.repack_records)
 
 
@@ -85,7 +85,7 @@ def test_codes_are_nearest_and_layout_is_the_documented(rule, size):
     latent, rope = tokens(rng, (3, 2), size=size)
     latent[0, 0, 128:256] = 0
     latent[1, 1, 300] = size * 1000  # one huge value among small ones
-    records = np.asarray(jsm.pack_records(latent, rope, scale_rule=rule))
+    records = np.asarray(packer(rule)(latent, rope))
     assert records.shape == (3, 2, 656)
     assert records.dtype == np.uint8
     scale = np.repeat(scales_of(records), 128, axis=-1).astype(np.float64)
@@ -114,7 +114,7 @@ def test_zero_latent_gets_the_smallest_scale(rule, floor):
 def test_a_latent_that_is_not_finite_reads_as_nan(rule, value):
     latent, rope = tokens(np.random.default_rng(1), (2,))
     latent[0, 200] = value
-    records = jsm.pack_records(latent, rope, scale_rule=rule)
+    records = packer(rule)(latent, rope)
     for scale_format in ("pow2", "float32"):
         got = np.asarray(jsm.unpack_records(records, scale_format=scale_format)[0])
         assert np.isnan(got[0, 128:256]).all()
@@ -195,7 +195,7 @@ def test_write_is_a_loop_over_the_tokens(slots):
     cache = rng.integers(0, 256, (4, 6, 656), dtype=np.uint8)
     latent, rope = tokens(rng, (12,))
     got = write(cache, np.array(slots, np.int32), latent, rope)
-    want = expected_write(cache, slots, np.asarray(jsm.pack_records(latent, rope)))
+    want = expected_write(cache, slots, np.asarray(packer("pow2")(latent, rope)))
     np.testing.assert_array_equal(got, want)
 
 
@@ -206,9 +206,9 @@ def test_write_into_any_shape_and_dtype_leaves_other_bytes(dtype, shape):
     cache = rng.integers(0, 256, (*shape, 656), dtype=np.uint8)
     slots = np.array([[5, -1, 23], [24, 0, 5]])
     latent, rope = tokens(rng, (2, 3))
-    got = jsm.write_records(cache.view(dtype), slots, latent, rope, scale_rule="float32")
+    got = write(cache.view(dtype), slots, latent, rope, scale_rule="float32")
     assert got.dtype == dtype
-    records = np.asarray(jsm.pack_records(latent, rope, scale_rule="float32"))
+    records = np.asarray(packer("float32")(latent, rope))
     want = expected_write(cache, slots, records)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want)
 
@@ -219,20 +219,23 @@ def test_the_last_of_duplicate_slots_stays_for_any_number_of_tokens(num_tokens):
     slots = rng.integers(-5, 45, num_tokens)
     latent, rope = tokens(rng, (num_tokens,))
     cache = np.zeros((40, 656), np.uint8)
-    got = jsm.write_records(cache, slots, latent, rope)
-    want = expected_write(cache, slots, np.asarray(jsm.pack_records(latent, rope)))
+    got = write(cache, slots, latent, rope)
+    want = expected_write(cache, slots, np.asarray(packer("pow2")(latent, rope)))
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
-def test_slots_of_any_integer_type(dtype):
+@pytest.mark.parametrize("x64", [False, True])
+def test_slots_of_any_integer_type(dtype, x64):
     latent, rope = tokens(np.random.default_rng(7), (3,))
-    with jax.enable_x64(True):
-        slots = np.array([1, 2, 120], dtype)
-        if dtype == np.int64:
-            slots[2] = 2**32 + 1  # not slot 1
-        got = np.asarray(jsm.write_records(np.zeros((4, 656), np.uint8), slots, latent, rope))
-    np.testing.assert_array_equal(got[1:3], jsm.pack_records(latent, rope)[:2])
+    slots = np.array([1, 2, 120], dtype)
+    if dtype == np.int64:
+        slots[2] = 2**32 + 1  # not slot 1
+    if dtype == np.uint32:
+        slots[2] = 2**32 - 1
+    with jax.enable_x64(x64):
+        got = np.asarray(write(np.zeros((4, 656), np.uint8), slots, latent, rope))
+    np.testing.assert_array_equal(got[1:3], packer("pow2")(latent, rope)[:2])
     assert not got[[0, 3]].any()
 
 
@@ -330,9 +333,7 @@ def test_write_maps_over_data_parallel_caches():
     slots = np.array([[0, 7], [-1, 3], [2, 2]])
     got = jax.vmap(jsm.write_records)(cache, slots, latent, rope)
     for i in range(3):
-        np.testing.assert_array_equal(
-            got[i], jsm.write_records(cache[i], slots[i], latent[i], rope[i])
-        )
+        np.testing.assert_array_equal(got[i], write(cache[i], slots[i], latent[i], rope[i]))
 
 
 # -- checking and mending
