@@ -101,7 +101,7 @@ def selected_half(a: Words, half: int) -> Halves:
 
 def widen_pair(pair: Halves, table: Floats) -> Floats:
     """float32 [64, 2] of the two small floats in each half."""
-    return table.take(pair.view(np.uint8).reshape(-1, 2))
+    return table.take(np.ascontiguousarray(pair).view(np.uint8).reshape(-1, 2))
 
 
 def _factors(scale: Words, table: Floats) -> Floats:

@@ -131,6 +131,8 @@ def _table() -> dict[str, LdsAccess]:
     table = {
         "ds_write_b8": LdsAccess("store", 1, one_address),
         "ds_write_b16": LdsAccess("store", 2, one_address),
+        "ds_write_b8_d16_hi": LdsAccess("store", 1, one_address, store_shift=16),
+        "ds_write_b16_d16_hi": LdsAccess("store", 2, one_address, store_shift=16),
         "ds_read_b64_tr_b8": LdsAccess("load", 8, one_address, transpose_b8, full_exec=True),
         "ds_read_b64_tr_b16": LdsAccess("load", 8, one_address, transpose_b16, full_exec=True),
         "ds_bpermute_b32": LdsAccess("exchange", result=bpermute),

@@ -75,6 +75,8 @@ class LdsAccess:
     """With a lane off the hardware's result is not defined: reported (transposed reads)."""
     reads_dst: bool = False
     """``result`` also gets ``old``, the destination's rows (d16 forms)."""
+    store_shift: int = 0
+    """Bits to shift the data down before a sub-dword store (d16_hi forms)."""
 
 
 @dataclass(frozen=True)
