@@ -119,7 +119,7 @@ def run_kernel(
     shape, (q_latent, q_rope, kv, indices, begin, end) = fold(*operands)
     n, num_heads, _ = q_latent.shape
     if 0 in (n, num_heads, kv.shape[0], indices.shape[0]):
-        return unfold(shape, *nothing(n, num_heads, partial))
+        return unfold(shape, *nothing(q_latent, partial))
     k = num_splits or choose_num_splits(n, num_heads, indices.shape[0], platform.core_count())
     if k > 1:
         begin, end = split_rows(begin, end, k)

@@ -27,7 +27,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_sparse_mla import platform
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
@@ -72,7 +72,19 @@ def sparse_mla(
     Returns:
       out [n, H, 512] bfloat16, or float32 if ``params.partial``; lse [n, H] float32, natural log.
     """
-    return _forward_only(params, q_latent, q_rope, kv, indices, row_begin, row_end)
+    operands = _varying_alike(q_latent, q_rope, kv, indices, row_begin, row_end)
+    return _forward_only(params, *operands)
+
+
+def _varying_alike(*operands: Array) -> list[Array]:
+    """Inside ``shard_map``, make all operands vary over the axes that any varies over, as the
+    results do."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    everywhere = frozenset[str]().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(sorted(everywhere - own)), to="varying")
+        for x, own in zip(operands, varying, strict=True)
+    ]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -124,31 +136,79 @@ def _partitioned(
 
 
 def _partition(params: Params, mesh: Any, operands: Any, results: Any) -> Any:
-    shardings = jax.tree.map(lambda x: x.sharding, (operands, results))
-    return mesh, functools.partial(_bind, params), shardings[1], shardings[0]
+    """Shard the operands as the results are, by batch axes, rows and heads, each device its own.
+
+    What XLA proposes is not taken as it stands, for it may differ from one operand to the next.
+    """
+    run = functools.partial(_bind_local, params, mesh)
+    proposed = [x.sharding for x in (*results, *operands)]
+    if not all(isinstance(sharding, NamedSharding) for sharding in proposed):
+        _check_alike(operands, results)
+        return mesh, run, tuple(proposed[:2]), tuple(proposed[2:])
+
+    axes = len(results[0].shape) - 3
+    spec = [*results[0].sharding.spec, *[None] * 3]
+    batch, n, h = spec[:axes], spec[axes], spec[axes + 1]
+    padded = len(operands[3].shape) == axes + 2
+    inner = ((n, h), (n, h), (), (n,) if padded else (), (n,), (n,))
+
+    def sharding(x: Any, rest: tuple[Any, ...]) -> NamedSharding:
+        leading = [s if size > 1 else None for s, size in zip(batch, x.shape, strict=False)]
+        return NamedSharding(mesh, PartitionSpec(*leading, *rest))
+
+    out = NamedSharding(mesh, PartitionSpec(*batch, n, h))
+    return mesh, run, (out, out), tuple(map(sharding, operands, inner))
+
+
+def _check_alike(operands: Any, results: Any) -> None:
+    """Where JAX has no names for the shardings, see at least that the shards fit together."""
+    shards = [x.sharding.shard_shape(x.shape) for x in (*results, *operands)]
+    out, lse, q_latent, q_rope, kv, indices, row_begin, row_end = shards
+    axes = len(out) - 3
+    padded = len(indices) == axes + 2
+    rows = [lse, q_latent, q_rope, row_begin, row_end, *([indices] if padded else [])]
+    fits = (
+        all(shard[axes] == out[axes] for shard in rows)
+        and all(shard[axes + 1] == out[axes + 1] for shard in (lse, q_latent, q_rope))
+        and all(a == 1 or a == b for x in shards for a, b in zip(x[:axes], out, strict=False))
+        and kv[axes:] == operands[2].shape[axes:]
+        and indices[-1] == operands[3].shape[-1]
+    )
+    if not fits:
+        raise ValueError(
+            "sparse_mla_fwd: these operands' shards do not belong together; call it where all mesh "
+            "axes are automatic or all are manual (shard_map over all of them)"
+        )
+
+
+def _bind_local(params: Params, mesh: Any, *operands: Array) -> tuple[Array, Array]:
+    """The primitive on one device's shards: to it, every mesh axis is manual."""
+    manual = (AxisType.Manual,) * len(mesh.axis_names)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(axis_types=manual)):
+        return _bind(params, *operands)
 
 
 def _sharding_rule(params: Params, mesh: Any, operands: Any, results: Any) -> Any:
-    """Rows n, heads h and batch axes b0, b1 ... may be sharded; what an operand has only once goes
-    to every device.
+    """Rows n, heads h and batch axes b0, b1 ... may be sharded, everything else may not.
 
-    A batch axis of size 1 on one operand and more on another gets a name of its own, for it can't
-    be sharded likewise.
+    An operand that is the same for the whole of a batch axis has size 1 there, which gets a name
+    of its own: it can't be sharded like the others' axis.
     """
     shapes = [tuple(x.shape) for x in operands]
     axes = len(shapes[0]) - 3
     batch = [max(shape[i] for shape in shapes) for i in range(axes)]
     padded = len(shapes[3]) == axes + 2
-    trailing = ["n h latent", "n h rope", "row byte", "n entry" if padded else "entry", "n", "n"]
+    inner = ["n h latent", "n h rope", "row byte", "n entry" if padded else "entry", "n", "n"]
     terms = []
-    for number, (shape, rest) in enumerate(zip(shapes, trailing, strict=True)):
-        names = [f"b{i}" if shape[i] == batch[i] else f"one{number}_{i}" for i in range(axes)]
-        terms.append(" ".join([*names, rest]))
-    leading = [f"b{i}" for i in range(axes)]
-    outs = [" ".join([*leading, "n h value"]), " ".join([*leading, "n h"])]
-    once = [name for term in terms for name in term.split() if name not in {*leading, "n", "h"}]
+    for number, (shape, rest) in enumerate(zip(shapes, inner, strict=True)):
+        leading = [f"b{i}" if shape[i] == batch[i] else f"one{number}_{i}" for i in range(axes)]
+        terms.append(" ".join([*leading, rest]))
+    sharded = [*(f"b{i}" for i in range(axes)), "n", "h"]
+    outs = [" ".join([*sharded, "value"]), " ".join(sharded)]
+    names = dict.fromkeys(" ".join([*terms, *outs]).split())  # Shardy wants them in this order.
+    whole = tuple(name for name in names if name not in sharded)
     rule = f"{', '.join(terms)} -> {', '.join(outs)}"
-    return rule, {"need_replication_factors": tuple(dict.fromkeys([*once, "value"]))}
+    return rule, {"need_replication_factors": whole}
 
 
 _partitioned.def_partition(partition=_partition, sharding_rule=_sharding_rule)
@@ -198,13 +258,28 @@ def _abstract_eval(*operands: ShapedArray, partial: bool, **params: Any) -> Any:
 
 
 def _result_spec(operands: tuple[ShapedArray, ...], axes: int) -> list[Any]:
-    """How the results' batch axes, rows and heads are sharded on an explicit mesh: as some
-    operand's are."""
-    spec: list[Any] = []
-    for i in range(axes):
-        spec.append(next((s for x in operands if (s := x.sharding.spec[i]) is not None), None))
-    q = operands[0].sharding.spec
-    return [*spec, q[axes], q[axes + 1]]
+    """How batch axes, rows and heads of the results are sharded on an explicit mesh.
+
+    As the first operand's that shards the axis; a mesh axis serves once.
+    """
+    q_latent, q_rope, _, indices, row_begin, row_end = operands
+    by_row = [q_latent, q_rope, row_begin, row_end]
+    by_row += [indices] if indices.ndim == axes + 2 else []
+    sources = [(operands, i) for i in range(axes)]
+    sources += [((q_latent, q_rope), axes + 1), (by_row, axes)]
+    used: set[str] = set()
+    spec = []
+    for candidates, axis in sources:
+        names = [x.sharding.spec[axis] for x in candidates]
+        found = next((s for s in names if s is not None and used.isdisjoint(_names(s))), None)
+        used.update(_names(found))
+        spec.append(found)
+    *batch, h, n = spec
+    return [*batch, n, h]
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _lower(run: Any, ctx: Any, *operands: Any, **params: Any) -> Any:

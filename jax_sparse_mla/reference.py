@@ -68,7 +68,7 @@ def sparse_mla_reference(
       out [n, H, 512] bfloat16 or float32, lse [n, H] float32.
     """
     n, num_heads, _ = q_latent.shape
-    out, lse = nothing(n, num_heads, partial)
+    out, lse = nothing(q_latent, partial)
     if 0 in (n, num_heads, kv.shape[0], indices.shape[0]):
         return out, lse
 
@@ -103,10 +103,19 @@ def sparse_mla_reference(
     return lax.fori_loop(jnp.int32(0), jnp.int32(num_blocks), block, (out, lse))
 
 
-def nothing(n: int, num_heads: int, partial: bool) -> tuple[Array, Array]:
-    """The result of n rows without a valid entry: out 0 [n, H, 512], lse -inf [n, H]."""
-    out = jnp.zeros((n, num_heads, LATENT_DIM), jnp.float32 if partial else jnp.bfloat16)
-    return out, jnp.full((n, num_heads), -jnp.inf, jnp.float32)
+def nothing(q_latent: Array, partial: bool) -> tuple[Array, Array]:
+    """The result for q_latent [n, H, ...] without a valid entry: out 0 [n, H, 512], lse -inf [n,
+    H].
+
+    Made from q_latent and not from its shape, so that in ``shard_map`` it varies over the same
+    axes.
+    """
+    out_dtype = jnp.float32 if partial else jnp.bfloat16
+    shape = q_latent.shape[:2]
+    return (
+        jnp.zeros_like(q_latent, out_dtype, (*shape, LATENT_DIM)),
+        jnp.full_like(q_latent, -jnp.inf, jnp.float32, shape),
+    )
 
 
 def _rows(x: Array, rows: Array) -> Array:
@@ -160,9 +169,9 @@ def _attend(
     rows, num_heads, _ = q.shape
     carry = (
         jnp.int32(0),
-        jnp.full((rows, num_heads), -jnp.inf, jnp.float32),
-        jnp.zeros((rows, num_heads), jnp.float32),
-        jnp.zeros((rows, num_heads, LATENT_DIM), jnp.float32),
+        jnp.full_like(q, -jnp.inf, jnp.float32, (rows, num_heads)),
+        jnp.zeros_like(q, jnp.float32, (rows, num_heads)),
+        jnp.zeros_like(q, jnp.float32, (rows, num_heads, LATENT_DIM)),
     )
     _, top, total, out = lax.while_loop(lambda carry: carry[0] < longest, tile, carry)
     out = jnp.where(total[..., None] == 0, 0, out / total[..., None])
