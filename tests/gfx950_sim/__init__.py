@@ -56,3 +56,21 @@ The API::
     o = memory.map(1024, name="out", writable=True) # not initialised: reading it before writing is a fault
     result = run(code.kernel("symbol"), grid=(4, 1, 1), block=(256, 1, 1), args=[a, o, 5, 1.5], memory=memory)
 """
+
+from gfx950_sim.decode import UnknownInstruction
+from gfx950_sim.elf import CodeObject, CodeObjectError, Kernel
+from gfx950_sim.launch import RunResult, run
+from gfx950_sim.memory import Memory
+from gfx950_sim.reports import Report, SimulationFault
+
+__all__ = [
+    "CodeObject",
+    "CodeObjectError",
+    "Kernel",
+    "Memory",
+    "Report",
+    "RunResult",
+    "SimulationFault",
+    "UnknownInstruction",
+    "run",
+]

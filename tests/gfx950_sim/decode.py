@@ -201,6 +201,8 @@ def _decode(raw: bytes) -> tuple[int, str, str, dict[str, Operand], dict[str, in
         raise UnknownInstruction(f"no CDNA4 instruction has the bytes {raw[:8].hex()}") from error
     encoding = type(inst).__name__.removesuffix("_LIT")
     name = op_name.lower().removesuffix("_e32").removesuffix("_e64")
+    if name in ("v_accvgpr_read", "v_accvgpr_write"):
+        name += "_b32"
     fields = {key: ((inst._raw >> bits.lo) & bits.mask, bits) for key, bits in type(inst)._fields}
     operands = _operands(inst, fields)
     modifiers = _modifiers(fields)
@@ -352,9 +354,9 @@ def _place_accumulators(inst: Any, name: str, operands: dict[str, Operand]) -> N
         if operand is not None and operand.kind == "vgpr":
             operands[key] = Operand("vgpr", operand.index + ACC_BASE, operand.count)
 
-    if name in ("v_accvgpr_read", "v_accvgpr_mov_b32"):
+    if name in ("v_accvgpr_read_b32", "v_accvgpr_mov_b32"):
         move("src0")
-    if name in ("v_accvgpr_write", "v_accvgpr_mov_b32"):
+    if name in ("v_accvgpr_write_b32", "v_accvgpr_mov_b32"):
         move("vdst")
     acc = getattr(inst, "acc", 0)
     if hasattr(inst, "acc_cd"):

@@ -1,0 +1,267 @@
+"""A workgroup's LDS: its bytes, and the history that finds races.
+
+The history keeps, for each granule, the last access that wrote it and the last access of each wave that read it. A granule is a
+dword, or a byte in kernels with LDS instructions narrower than a dword. An access is finished in an epoch (the number of barriers
+its wave has passed) when an s_waitcnt has covered it. Accesses of two waves to one granule, of which at least one writes, are
+ordered only if the first is finished in an earlier epoch than that of the second. LDS instructions of one wave run in
+order; DMA loads are not part of that order, so their bytes may be touched by no wave until the issuing one has waited.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from gfx950_sim.analysis import Analysis
+from gfx950_sim.operation import UNFINISHED, Operation
+
+Array = np.ndarray[Any, Any]
+_STEPS = np.arange(8, dtype=np.int64)[:, np.newaxis]
+_NEVER_WRITTEN, _NOBODY = 0, 1
+
+
+class LdsWave(Protocol):
+    """What the LDS needs of the wave that accesses it."""
+
+    number: int
+    epoch: int
+    barriers: list[int]
+    """Index of the barrier instruction that ended each epoch."""
+    current: int
+
+    def report(
+        self, kind: str, detail: str, lane: int | None = None, address: int | None = None
+    ) -> None:
+        """Record a fault at the instruction being executed."""
+
+
+class LdsMemory:
+    """LDS of one workgroup at a time.
+
+    Args:
+        size: bytes of the workgroup (group segment).
+        waves: waves of the workgroup.
+        granule: 4, or 1 when the kernel has LDS instructions narrower than a dword.
+        analysis: learns which waits and barriers the accesses needed.
+    """
+
+    def __init__(self, size: int, waves: int, granule: int, analysis: Analysis) -> None:
+        self.size, self.analysis = size, analysis
+        padded = size + 15 & ~15
+        self.bytes = np.zeros(padded, np.uint8)
+        self._dwords = self.bytes.view(np.uint32)
+        self._shift = 2 if granule == 4 else 0
+        self._granule = granule
+        self._writer = np.zeros(padded // granule, np.int32)
+        self._readers = np.zeros((waves, padded // granule), np.int32)
+        self._others = [[w for w in range(waves) if w != wave] for wave in range(waves)]
+        # By access number: the epoch in which it was finished, and in which it would have been
+        # finished without the wait that covered it first.
+        self.done = np.zeros(1 << 12, np.int32)
+        self.alternative = np.zeros(1 << 12, np.int32)
+        self._operations: list[Operation | None] = []
+        self.start_workgroup()
+
+    def start_workgroup(self) -> None:
+        """Forget everything: LDS holds nothing a workgroup may rely on."""
+        self.bytes.fill(0xFF)
+        self._writer.fill(_NEVER_WRITTEN)
+        self._readers.fill(_NOBODY)
+        self.done[:2] = self.alternative[:2] = (UNFINISHED, -1)
+        self._operations = [None, None]
+
+    def load(
+        self, addresses: Array, size: int, lanes: Array | None, wave: LdsWave, operation: Operation
+    ) -> Array:
+        """Rows uint32 [k * max(size // 4, 1), 64] from byte addresses uint32 [k, 64], size bytes each."""
+        parts = []
+        chosen = self._check_bounds(addresses, size, lanes, wave)
+        for access in addresses:
+            address = access if chosen is None else access * chosen
+            if size >= 4:
+                index = (address >> np.uint32(2)) + _STEPS[: size // 4]
+                parts.append(self._dwords.take(index))
+            else:
+                index = address + _STEPS[:size]
+                bytes_read = self.bytes.take(index).astype(np.uint32)
+                parts.append(bytes_read[:1] if size == 1 else bytes_read[:1] | bytes_read[1:] << 8)
+            self._note_read(self._granules(address, size, chosen), wave, operation)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def store(
+        self,
+        addresses: Array,
+        rows: list[Array],
+        size: int,
+        lanes: Array | None,
+        wave: LdsWave,
+        operation: Operation,
+    ) -> None:
+        """Store ``rows[i]`` (uint32 [max(size // 4, 1), 64]) at ``addresses[i]``, size bytes a lane."""
+        chosen = self._check_bounds(addresses, size, lanes, wave)
+        for access, data in zip(addresses, rows, strict=True):
+            self._note_write(self._granules(access, size, chosen), wave, operation)
+            self._put(access, data, size, chosen)
+
+    def start_dma(
+        self, address: Array, size: int, lanes: Array | None, wave: LdsWave, operation: Operation
+    ) -> Array | None:
+        """Note a DMA load's bytes as in flight; returns the lanes inside the LDS (None: all)."""
+        chosen = self._check_bounds(address[np.newaxis], size, lanes, wave)
+        self._note_write(self._granules(address, size, chosen), wave, operation)
+        return chosen
+
+    def finish_dma(self, operation: Operation) -> None:
+        """Store what a DMA load fetched."""
+        address, rows, size, lanes = operation.dma
+        self._put(address, rows, size, lanes)
+
+    def finish(self, operation: Operation, epoch: int, watched: bool) -> None:
+        """The operation is covered by a wait in ``epoch``; ``watched``: it matters which wait that was."""
+        self.done[operation.lds_id] = epoch
+        if not watched:
+            self.alternative[operation.lds_id] = epoch
+
+    def _put(self, address: Array, rows: Array, size: int, lanes: Array | None) -> None:
+        if lanes is not None:
+            address, rows = address[lanes], np.broadcast_to(rows, (rows.shape[0], 64))[:, lanes]
+        if size >= 4:
+            self._dwords[(address >> np.uint32(2)) + _STEPS[: size // 4]] = rows
+        else:
+            for i in range(size):
+                self.bytes[address + i] = rows[0] >> np.uint32(8 * i) & np.uint32(0xFF)
+
+    def _granules(self, address: Array, size: int, lanes: Array | None) -> Array:
+        if lanes is not None:
+            address = address[lanes]
+        index: Array = (address >> np.uint32(self._shift)) + _STEPS_OF[self._granule, size]
+        return index
+
+    def _check_bounds(
+        self, addresses: Array, size: int, lanes: Array | None, wave: LdsWave
+    ) -> Array | None:
+        """Lanes that are on and inside the LDS; None: all 64."""
+        active = addresses if lanes is None else addresses[:, lanes]
+        if active.size == 0:
+            return lanes
+        if int(active.max()) > self.size - size:
+            inside = (addresses.astype(np.int64) + size <= self.size).all(axis=0)
+            outside = ~inside if lanes is None else ~inside & lanes
+            lane = int(outside.argmax())
+            address = int(addresses[:, lane].max())
+            detail = f"{size} bytes, the workgroup has {self.size}"
+            wave.report("lds_bounds", detail, lane, address)
+            lanes = inside if lanes is None else inside & lanes
+        align = min(size, 4)
+        if align > 1 and int(np.bitwise_or.reduce(active, axis=None)) & align - 1:
+            bad = (addresses & np.uint32(align - 1) != 0).any(axis=0)
+            bad = bad if lanes is None else bad & lanes
+            if bad.any():
+                lane = int(bad.argmax())
+                wave.report("misaligned", f"{size} bytes", lane, int(addresses[:, lane].max()))
+                lanes = ~bad if lanes is None else lanes & ~bad
+        return lanes
+
+    # The history ---------------------------------------------------------------------------------
+
+    def _register(self, operation: Operation, wave: LdsWave) -> None:
+        """Give the operation its number in the history."""
+        if operation.lds_id:
+            return
+        number = len(self._operations)
+        if number == self.done.size:
+            self.done = np.concatenate([self.done, np.zeros_like(self.done)])
+            self.alternative = np.concatenate([self.alternative, np.zeros_like(self.alternative)])
+        self._operations.append(operation)
+        self.done[number] = self.alternative[number] = UNFINISHED
+        operation.lds_id, operation.epoch = number, wave.epoch
+
+    def _newest_unremarkable(self, wave: LdsWave) -> int:
+        """Accesses finished in this epoch or before can neither race nor teach anything."""
+        epoch = wave.epoch
+        if epoch and wave.barriers[epoch - 1] not in self.analysis.barriers:
+            return epoch - 2
+        return epoch - 1
+
+    def _note_read(self, granules: Array, wave: LdsWave, operation: Operation) -> None:
+        if granules.size == 0:
+            return
+        self._register(operation, wave)
+        writers = self._writer.take(granules)
+        if int(self.alternative.take(writers).max()) > self._newest_unremarkable(wave):
+            self._examine(writers, granules, wave, operation, "read", "written")
+        self._readers[wave.number][granules] = operation.lds_id
+
+    def _note_write(self, granules: Array, wave: LdsWave, operation: Operation) -> None:
+        if granules.size == 0:
+            return
+        self._register(operation, wave)
+        newest = self._newest_unremarkable(wave)
+        writers = self._writer.take(granules)
+        if int(self.alternative.take(writers).max()) > newest:
+            self._examine(writers, granules, wave, operation, "written", "written")
+        waves = range(len(self._others)) if operation.dma is not None else self._others[wave.number]
+        for other in waves:
+            readers = self._readers[other].take(granules)
+            if int(self.alternative.take(readers).max()) > newest:
+                self._examine(readers, granules, wave, operation, "written", "read")
+        self._writer[granules] = operation.lds_id
+
+    def _examine(
+        self,
+        earlier: Array,
+        granules: Array,
+        wave: LdsWave,
+        operation: Operation,
+        now: str,
+        before: str,
+    ) -> None:
+        """Judge each earlier access that meets this one."""
+        for number in np.unique(earlier):
+            other = self._operations[number]
+            if other is operation or number == _NOBODY:
+                continue
+            if other is None:
+                if now == "read":
+                    self._report("uninitialized_lds", "", earlier == number, granules, wave)
+                continue
+            done = int(self.done[number])
+            dma = other.dma is not None or operation.dma is not None
+            if other.wave == wave.number and not (dma and done == UNFINISHED):
+                if other.dma is not None:
+                    self._learn_wait(other, wave, UNFINISHED)
+                continue
+            story = f"{now} here, {before} by {other.index} (wave {other.wave})"
+            if done == UNFINISHED and other.dma is not None:
+                detail = story + ", a DMA load not yet waited for"
+                self._report("lds_dma", detail, earlier == number, granules, wave)
+            elif done == UNFINISHED and other.wave == wave.number:
+                detail = story + ", not waited for before this DMA load"
+                self._report("lds_dma", detail, earlier == number, granules, wave)
+            elif done == UNFINISHED and other.epoch < wave.epoch:
+                detail = story + ", which had not waited for it when it passed the barrier"
+                self._report("lds_unfinished", detail, earlier == number, granules, wave)
+            elif done >= wave.epoch:
+                detail = story + ", with no barrier between"
+                self._report("lds_race", detail, earlier == number, granules, wave)
+            else:
+                if done == wave.epoch - 1:
+                    self.analysis.barriers.add(wave.barriers[done])
+                self._learn_wait(other, wave, wave.epoch)
+
+    def _learn_wait(self, other: Operation, wave: LdsWave, covered_before: int) -> None:
+        number = other.lds_id
+        if other.wait >= 0 and int(self.alternative[number]) >= covered_before:
+            counter = "vmcnt" if other.counter == "vmcnt" else "lgkmcnt"
+            self.analysis.need(other.wait, counter, other.younger)
+            self.alternative[number] = self.done[number]
+
+    def _report(self, kind: str, detail: str, where: Array, granules: Array, wave: LdsWave) -> None:
+        first = granules[where].min()
+        wave.report(kind, detail, None, int(first) * self._granule)
+
+
+_STEPS_OF = {
+    (granule, size): np.arange(max(size // granule, 1), dtype=np.int64)[:, np.newaxis]
+    for granule in (1, 4)
+    for size in (1, 2, 4, 8, 12, 16)
+}
