@@ -1,0 +1,1 @@
+"""Models that use jax_sparse_mla."""
