@@ -93,13 +93,15 @@ def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure
     locate = record.addresses
     if record.kind == "store":
         data = [rows_view(wave, operands[k]) for k in ("data0", "data1") if k in operands]
+        shift = np.uint32(record.store_shift)
 
         def store() -> None:
             wave.current = index
             lanes = wave.active_lanes()
             addresses = locate(vaddr, offset0, offset1)
             operation = Operation(index, "lgkmcnt", number)
-            lds.store(addresses, data, size, lanes, wave, operation)
+            rows = [d >> shift for d in data] if shift else data
+            lds.store(addresses, rows, size, lanes, wave, operation)
             wave.issue(operation)
             if wave.launch.observer is not None:
                 _tell(wave, instruction, "lds", "store", addresses, size, lanes)

@@ -194,6 +194,10 @@ _SADDR_OFF = 0x7F
 
 @functools.lru_cache(maxsize=65536)
 def _decode(raw: bytes) -> tuple[int, str, str, dict[str, Operand], dict[str, int]]:
+    # The wheel takes any 8 bytes before an MFMA on F8F6F4 for the scale half of a 16-byte
+    # instruction; that half starts with 0xd3ac.
+    if raw[2:4] != b"\xac\xd3":
+        raw = raw[:8]
     try:
         inst = decode_inst(raw, "cdna")
         op_name: str = inst.op_name
@@ -274,6 +278,8 @@ def _settle(
     inst: Any, name: str, encoding: str, operands: dict[str, Operand], modifiers: dict[str, int]
 ) -> None:
     """What the generic tables do not say of single encodings."""
+    if name in ("v_readlane_b32", "v_readfirstlane_b32") and operands["vdst"].kind == "vgpr":
+        operands["vdst"] = Operand("sgpr", operands["vdst"].index, 1)
     if encoding.startswith("VOP3P"):
         hi2 = modifiers.pop("op_sel_hi2", 1)
         op_sel_hi = modifiers.pop("op_sel_hi", 3) | hi2 << 2
@@ -284,6 +290,8 @@ def _settle(
                 modifiers.pop(key, None)
             if encoding != "VOP3PX2":
                 fields = {"cbsz": raw >> 8 & 7, "abid": raw >> 11 & 15, "blgp": raw >> 61 & 7}
+                if name.startswith("v_accvgpr"):
+                    fields["abid"] &= 7  # the top bit is op_sel_hi's, set by default
                 modifiers.update({k: v for k, v in fields.items() if v})
         elif op_sel_hi != 7:
             modifiers["op_sel_hi"] = op_sel_hi

@@ -22,11 +22,14 @@ _LANE = np.arange(64)
 
 
 def _swap(
-    dst_lanes: LaneIndex, src_lanes: LaneIndex, dst: Words, src: Words
+    dst_lanes: LaneIndex, src_lanes: LaneIndex, dst: Words, src: Words, lanes: Mask
 ) -> tuple[Words, Words]:
     new_dst, new_src = dst.copy(), src.copy()
     new_dst[dst_lanes], new_src[src_lanes] = src[src_lanes], dst[dst_lanes]
-    return new_dst, new_src
+    if lanes.all():
+        return new_dst, new_src
+    # Lanes that are off give their value, as the pseudocode reads them, but are not written.
+    return np.where(lanes, new_dst, dst), np.where(lanes, new_src, src)
 
 
 _ODD_ROWS, _EVEN_ROWS = _LANE[_LANE & 16 != 0], _LANE[_LANE & 16 == 0]
@@ -35,12 +38,12 @@ _ODD_ROWS, _EVEN_ROWS = _LANE[_LANE & 16 != 0], _LANE[_LANE & 16 == 0]
 def permlane16_swap(dst: Words, src: Words, lanes: Mask) -> tuple[Words, Words]:
     """v_permlane16_swap_b32: rows 1 and 3 of vdst change places with rows 0 and 2 of vsrc (a row is
     16 lanes)."""
-    return _swap(_ODD_ROWS, _EVEN_ROWS, dst, src)
+    return _swap(_ODD_ROWS, _EVEN_ROWS, dst, src, lanes)
 
 
 def permlane32_swap(dst: Words, src: Words, lanes: Mask) -> tuple[Words, Words]:
     """v_permlane32_swap_b32: the upper half of vdst changes places with the lower half of vsrc."""
-    return _swap(_LANE[32:], _LANE[:32], dst, src)
+    return _swap(_LANE[32:], _LANE[:32], dst, src, lanes)
 
 
 def readlane(src: Words, lane: int | None, lanes: Mask) -> int:
