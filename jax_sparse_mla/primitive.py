@@ -265,8 +265,8 @@ def _result_spec(operands: tuple[ShapedArray, ...], axes: int) -> list[Any]:
     q_latent, q_rope, _, indices, row_begin, row_end = operands
     by_row = [q_latent, q_rope, row_begin, row_end]
     by_row += [indices] if indices.ndim == axes + 2 else []
-    sources = [(operands, i) for i in range(axes)]
-    sources += [((q_latent, q_rope), axes + 1), (by_row, axes)]
+    sources: list[tuple[tuple[ShapedArray, ...], int]] = [(operands, i) for i in range(axes)]
+    sources += [((q_latent, q_rope), axes + 1), (tuple(by_row), axes)]
     used: set[str] = set()
     spec = []
     for candidates, axis in sources:
