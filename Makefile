@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-slow lint format clean
 
-$(INSTALLED): pyproject.toml $(wildcard csrc/*)
+$(INSTALLED): pyproject.toml $(wildcard csrc/*.cc csrc/*.h csrc/CMakeLists.txt)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[test,examples]'
@@ -26,12 +26,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h
+	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h csrc/tests/*.cc csrc/tests/*.h
 
 format:
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*.cc csrc/*.h
+	$(BIN)/clang-format -i csrc/*.cc csrc/*.h csrc/tests/*.cc csrc/tests/*.h
 
 clean:
 	rm -rf $(VENV) build dist

@@ -5,11 +5,9 @@ opened by the first launch.
 """
 
 import ctypes
-import functools
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -23,7 +21,7 @@ HIP_LIBRARY_VARIABLE = "JAX_SPARSE_MLA_HIP_LIBRARY"
 TARGET = f"jax_sparse_mla_fwd_v{contract.VERSION}"
 """Name of the custom call's target; a program exported under another contract does not find it."""
 
-_lock = threading.RLock()
+_lock = threading.Lock()
 _registered: set[str] = set()
 
 
@@ -44,56 +42,12 @@ def host_platform_enabled() -> bool:
     return bool(os.environ.get(HIP_LIBRARY_VARIABLE))
 
 
-def register() -> None:
-    """Registers the custom call's target with XLA; every call but the first one does nothing.
-
-    The target is registered for "ROCM", whether such a device is there or not, and for "cpu" when
-    ``JAX_SPARSE_MLA_HIP_LIBRARY`` is set.
+def load() -> ctypes.CDLL:
+    """The shim, checked to be of this package's launch contract.
 
     Raises:
-        RuntimeError: the shim is not built, or was built for another launch contract.
+      RuntimeError: the shim is not built, cannot be loaded, or was built for another contract.
     """
-    platforms = {"ROCM": "jax_sparse_mla_execute"}
-    if host_platform_enabled():
-        platforms["cpu"] = "jax_sparse_mla_execute_host"
-    with _lock:
-        for platform, execute in platforms.items():
-            if platform in _registered:
-                continue
-            stages = {"initialize": "jax_sparse_mla_initialize", "execute": execute}
-            capsules = {stage: jax.ffi.pycapsule(_symbol(name)) for stage, name in stages.items()}
-            jax.ffi.register_ffi_target(TARGET, capsules, platform=platform)
-            _registered.add(platform)
-
-
-def hip_error() -> str | None:
-    """Why the shim finds no HIP runtime to use, or None if it does.
-
-    Raises:
-        RuntimeError: as for `register`.
-    """
-    reason = _symbol("jax_sparse_mla_hip_error")
-    reason.restype = ctypes.c_char_p
-    return reason().decode() or None
-
-
-def expected_contract() -> str:
-    """The launch contract of this package, in the form in which the shim states its own."""
-    return " ".join([str(contract.VERSION), *(f"{a.name}:{a.kind}" for a in contract.ARGUMENTS)])
-
-
-def _symbol(name: str) -> Any:
-    library = _load()
-    try:
-        return getattr(library, name)
-    except AttributeError as error:
-        raise RuntimeError(
-            f"the FFI shim is another version's; install it again: {error}"
-        ) from None
-
-
-@functools.cache
-def _load() -> ctypes.CDLL:
     path = find()
     if path is None:
         looked = ", ".join(str(folder) for folder in kernel.__path__)
@@ -102,18 +56,44 @@ def _load() -> ctypes.CDLL:
             " pip (`pip install .` or `pip install -e .`); that needs a C++17 compiler, not ROCm."
             " See BUILD.md."
         )
-    library = ctypes.CDLL(str(path))
     try:
-        state = library.jax_sparse_mla_contract
-    except AttributeError:
-        state = None
-    built_for = None
-    if state is not None:
-        state.restype = ctypes.c_char_p
-        built_for = state().decode()
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"the FFI shim cannot be loaded: {error}") from error
+    library.jax_sparse_mla_contract.restype = ctypes.c_char_p
+    built_for = library.jax_sparse_mla_contract().decode()
     if built_for != expected_contract():
         raise RuntimeError(
-            f"the FFI shim {path} was built for another launch contract than this package has;"
+            f"the FFI shim {path} was built for another launch contract than this package has:"
             f" install the package again. Shim: {built_for}. Package: {expected_contract()}."
         )
     return library
+
+
+def register() -> None:
+    """Registers the custom call's target with XLA; calling it again does nothing.
+
+    The target is registered for "ROCM", whether such a device is there or not, and for "cpu" when
+    ``JAX_SPARSE_MLA_HIP_LIBRARY`` is set.
+
+    Raises:
+      RuntimeError: as `load`.
+    """
+    platforms = {"ROCM": "jax_sparse_mla_execute"}
+    if host_platform_enabled():
+        platforms["cpu"] = "jax_sparse_mla_execute_host"
+    with _lock:
+        missing = platforms.keys() - _registered
+        library = load() if missing else None
+        for platform in missing:
+            stages = {"initialize": "jax_sparse_mla_initialize", "execute": platforms[platform]}
+            capsules = {
+                stage: jax.ffi.pycapsule(getattr(library, name)) for stage, name in stages.items()
+            }
+            jax.ffi.register_ffi_target(TARGET, capsules, platform=platform)
+            _registered.add(platform)
+
+
+def expected_contract() -> str:
+    """The launch contract of this package, in the form in which the shim states its own."""
+    return " ".join([str(contract.VERSION), *(f"{a.name}:{a.kind}" for a in contract.ARGUMENTS)])
