@@ -94,11 +94,17 @@ def sparse_mla_fwd(
     """
     operands = _operands(q, kv_buffer, kv_indptr, kv_indices, row_lengths)
     params = _params(
-        softmax_scale, scale_format, num_splits, has_invalid, implementation, operands[2]
+        softmax_scale,
+        scale_format,
+        num_splits,
+        has_invalid,
+        implementation,
+        operands[2],
+        partial=attn_sink is not None,  # rounding before the sink and after it is once too often
     )
     out, lse = _call(*operands, params=params)
     if attn_sink is not None:
-        out = apply_sink(out, lse, _sink(attn_sink, out.shape[1]))
+        out = apply_sink(out, lse, _sink(attn_sink, out.shape[1])).astype(jnp.bfloat16)
     return (out, lse) if return_lse else out
 
 
