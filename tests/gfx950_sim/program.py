@@ -126,6 +126,20 @@ def is_partial_write(record: Record) -> bool:
     return isinstance(record, Valu) and record.reads_dst and "op_sel" in record.modifiers
 
 
+def upper_addends(instruction: Instruction) -> int:
+    """Registers that the lower half of a 64-bit sum does not depend on, as bits.
+
+    LLVM leaves them undefined where it uses only the lower half of the result.
+    """
+    roles = {
+        "v_mad_u64_u32": ("src2",),
+        "v_mad_i64_i32": ("src2",),
+        "v_lshl_add_u64": ("src0", "src2"),
+    }
+    operands = [instruction.operands[r] for r in roles.get(instruction.name, ())]
+    return sum(1 << o.index + 1 for o in operands if o.kind == "vgpr" and o.count == 2)
+
+
 def registers_of(instruction: Instruction, record: Record) -> tuple[int, int]:
     """(registers read, registers written), as bits."""
     operands, name = instruction.operands, instruction.name

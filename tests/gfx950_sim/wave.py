@@ -20,6 +20,7 @@ from gfx950_sim.program import (
     is_partial_write,
     register_name,
     rows_of,
+    upper_addends,
 )
 from gfx950_sim.reports import Report, Reporter
 
@@ -184,12 +185,14 @@ class Wave:
         return operation.counter == "lgkmcnt" and isinstance(record, LdsAccess)
 
     def _poison(self, operation: Operation) -> None:
-        """What a too early reader sees."""
+        """What a too early reader sees; true values of scalar registers, so that addresses and loops stay sane."""
+        if operation.counter == "smem":
+            first, values = operation.data
+            for i, value in enumerate(values):
+                self.scalars[first + i] = value
+            return
         for row in rows_of(operation.mask):
-            if row < SGPR_BIT:
-                self.vgpr[row] = POISON
-            else:
-                self.scalars[row - SGPR_BIT] = POISON
+            self.vgpr[row] = POISON
 
     def _learn_waits(self, touched: int) -> None:
         for counter, operations in self.watch.items():
@@ -202,7 +205,11 @@ class Wave:
     def _check_defined(self, index: int, reads: int, writes: int) -> None:
         record = self.program.records[index]
         partial = is_partial_write(record)
-        for bit in rows_of(self.undefined & reads):
+        spreading = 0
+        for bit in rows_of(self.undefined & upper_addends(self.program.instructions[index])):
+            if self.exec_mask & ~self.defined_lanes.get(bit, 0):
+                spreading |= 1 << bit
+        for bit in rows_of(self.undefined & reads & ~spreading):
             if partial and writes >> bit & 1:
                 continue
             needed = ALL_LANES if isinstance(record, Matrix) else self.exec_mask
@@ -219,6 +226,10 @@ class Wave:
             self.defined_lanes[bit] = lanes
             if lanes == ALL_LANES:
                 self.undefined &= ~(1 << bit)
+        if spreading:  # the upper half of the result is as undefined as that of the addend
+            upper = self.program.instructions[index].operands["vdst"].index + 1
+            self.undefined |= 1 << upper
+            self.defined_lanes.pop(upper, None)
 
     # Outstanding operations -----------------------------------------------------------------------
 
