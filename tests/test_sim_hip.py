@@ -351,6 +351,7 @@ def test_capture_records_launches_and_forbids_the_rest(hip, control, code, no_si
     hip.launch(function, pointer, 1, stream=stream)
     graph = ctypes.c_void_p()
     hip.call("hipStreamEndCapture", stream, ctypes.byref(graph))
+    captured = ctypes.c_void_p(graph.value)
     assert control.launch_count() == before
     executable = hip.handle("hipGraphInstantiate", graph, None, None, 0)
     for _ in range(3):
@@ -372,7 +373,11 @@ def test_capture_records_launches_and_forbids_the_rest(hip, control, code, no_si
     forbidden(906, "hipModuleLaunchKernel", function, *[1] * 6, 0, None, *_packed(pointer, 1))
     hip.call("hipStreamEndCapture", stream, ctypes.byref(graph), code=903)
     hip.call("hipStreamBeginCapture", None, 0, code=900)
-    assert [control.live(kind) for kind in ("graph", "graph_exec")] == [1, 1]
+    hip.call("hipGraphExecDestroy", executable)
+    hip.call("hipGraphDestroy", captured)
+    hip.call("hipModuleUnload", module)
+    hip.call("hipFree", pointer)
+    assert [control.live(kind) for kind in ("graph", "graph_exec")] == [0, 0]
 
 
 def _packed(pointer, addend):

@@ -102,11 +102,20 @@ def phases(addresses: Array, size: int, lanes: Array | None, *, write: bool) -> 
 
 
 def _one_access(addresses: Array, size: int, lanes: Array | None, write: bool) -> Phases:
+    # Loops repeat few patterns, at most shifted: count each pattern once, from the first lane's row
+    # of banks.
+    shifted = addresses.astype(np.int64)
+    shifted -= shifted[0] & -256
+    return _pattern(shifted.tobytes(), size, None if lanes is None else lanes.tobytes(), write)
+
+
+@functools.lru_cache(maxsize=4096)
+def _pattern(addresses: bytes, size: int, lanes: bytes | None, write: bool) -> Phases:
     rule, bases = _lane_bases(size, write)
-    dwords = (addresses.astype(np.int64) >> 2)[:, np.newaxis] + np.arange(max(size // 4, 1))
-    keys = bases | dwords
+    dwords = (np.frombuffer(addresses, np.int64) >> 2)[:, np.newaxis] + np.arange(max(size // 4, 1))
+    keys = bases | (dwords & 0xFFFFFFFF)
     if lanes is not None:
-        keys = keys[lanes]
+        keys = keys[np.frombuffer(lanes, bool)]
     distinct = np.unique(keys)
     slot = (distinct >> 32) * rule.banks + (distinct & 0xFFFFFFFF) % rule.banks
     demand = np.bincount(slot, minlength=rule.groups * rule.banks)

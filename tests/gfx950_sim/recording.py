@@ -6,6 +6,7 @@ The record is all the timeline needs, so a parameter can change without running 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class Demand:
     """Cache lines touched in global memory."""
     bytes: int = 0
     """Bytes the lanes asked for in global memory."""
+    scalar_bytes: int = 0
+    """Bytes of scalar loads."""
     store: bool = False
 
 
@@ -53,6 +56,9 @@ class Recorder:
         """Notes what a memory instruction demands."""
         wave = self.demands.setdefault((event.workgroup, event.wave), {})
         demand = wave.setdefault(event.position, Demand())
+        if event.space == "scalar":
+            demand.scalar_bytes += event.size
+            return
         active = np.broadcast_to(event.lanes, event.addresses.shape)
         moved = int(active.sum()) * event.size
         if event.space == "lds":
@@ -62,7 +68,7 @@ class Recorder:
             demand.lds_least += taken.least
             demand.lds_bytes += moved
             demand.lds_write = write
-        elif event.space == "global":
+        else:
             first = event.addresses[active].astype(np.int64)
             touched = np.union1d(first // LINE_BYTES, (first + event.size - 1) // LINE_BYTES)
             demand.lines += len(touched)
@@ -76,8 +82,7 @@ class Recorder:
         return {key: WaveTrace(order, self.demands.get(key, {})) for key, order in executed.items()}
 
 
-@dataclass(frozen=True)
-class MemoryTotals:
+class MemoryTotals(NamedTuple):
     """Memory traffic over some instructions."""
 
     lds_bytes: float
@@ -87,16 +92,11 @@ class MemoryTotals:
     global_read: float
     """Bytes, DMA included."""
     global_written: float
+    scalar_read: float
 
-    def per(self, count: float) -> "MemoryTotals":
-        """Divided by a number, such as that of tiles."""
-        return MemoryTotals(
-            self.lds_bytes / count,
-            self.lds_conflicts / count,
-            self.lds_phases / count,
-            self.global_read / count,
-            self.global_written / count,
-        )
+    def less(self, other: "MemoryTotals", count: float) -> "MemoryTotals":
+        """The difference to another, divided by a number such as that of tiles."""
+        return MemoryTotals(*((a - b) / count for a, b in zip(self, other, strict=True)))
 
 
 def memory_totals(
@@ -115,6 +115,7 @@ def memory_totals(
         lds_phases=sum(d.lds_phases for d in chosen),
         global_read=sum(d.bytes for d in chosen if not d.store),
         global_written=sum(d.bytes for d in chosen if d.store),
+        scalar_read=sum(d.scalar_bytes for d in chosen),
     )
 
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 import gfx950_sim
 from gfx950_sim.elf import CodeObject
 from gfx950_sim.hip import extents
@@ -157,12 +155,7 @@ class Handler:
             )
         memory = gfx950_sim.Memory()
         for region in regions:
-            memory.map(
-                _host_array(region.address, region.size),
-                name=region.name,
-                writable=region.writable,
-                address=region.address,
-            )
+            memory.map_host(region.address, region.size, region.name, region.writable)
         return gfx950_sim.run(
             kernel, launch.grid, launch.block, launch.arguments, memory, **self.run_options
         )
@@ -178,8 +171,3 @@ class Handler:
 @functools.lru_cache(maxsize=64)
 def _code_object(code: bytes) -> CodeObject:
     return CodeObject(code)
-
-
-def _host_array(address: int, size: int) -> np.ndarray[Any, Any]:
-    """Host memory as a uint8 array, without a copy."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
