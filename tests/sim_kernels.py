@@ -5,27 +5,22 @@ together in one child process: this file run as a script, ``sim_kernels.py FOLDE
 """
 
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+from gfx950_sim import CodeObject, Kernel, Memory, RunResult, run
+
 from jax_sparse_mla.kernel import toolchain, worker
 
-NAMES = (
-    "elementwise",
-    "row_sum",
-    "mma_f16",
-    "mma_bf16",
-    "mma_fp8_scaled",
-    "dma_transpose_b16",
-    "dma_transpose_b8",
-    "buffer_copy",
-)
+Array = np.ndarray[Any, Any]
 
 
 @functools.cache
@@ -57,9 +52,155 @@ def code_objects() -> dict[str, bytes]:
         return {name: (folder / name).read_bytes() for name in NAMES}
 
 
-def have_flydsl() -> bool:
-    """Whether FlyDSL is installed."""
-    return importlib.util.find_spec("flydsl") is not None
+@dataclass
+class Problem:
+    """A launch of one of the kernels with fresh arrays, and the check of its results."""
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+    scalars: tuple[int | float, ...]
+    check: Callable[[dict[str, Array]], None]
+    """Given the outputs, raises AssertionError where they are wrong."""
+
+    def run(self, kernel: Kernel | None = None, **options: Any) -> RunResult:
+        """Run the kernel, or another version of it; faults are collected, not raised."""
+        memory = Memory()
+        args: list[int | float] = [
+            memory.map(array, name=name, writable=name in self.outputs)
+            for name, array in (self.inputs | self.outputs).items()
+        ]
+        args += self.scalars
+        options = {"strict": False} | options
+        kernel = self.kernel if kernel is None else kernel
+        return run(kernel, self.grid, self.block, args, memory, **options)
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel as FlyDSL compiled it."""
+        return kernels()[self.name]
+
+
+@functools.cache
+def kernels() -> dict[str, Kernel]:
+    """Every kernel of this file, parsed."""
+    found = {}
+    for name, elf in code_objects().items():
+        code = CodeObject(elf)
+        (metadata,) = code.metadata["amdhsa.kernels"]
+        found[name] = code.kernel(metadata[".name"])
+    return found
+
+
+def problem(name: str) -> Problem:
+    """A problem of the size the tests use."""
+    return _PROBLEMS[name](np.random.default_rng(11))
+
+
+def _elementwise(rng: np.random.Generator) -> Problem:
+    n, a = 600, 1.5  # 3 workgroups, the last with lanes off
+    x = rng.standard_normal(n).astype(np.float32)
+    k = rng.integers(-1000, 1000, n).astype(np.int32)
+
+    def check(outputs: dict[str, Array]) -> None:
+        np.testing.assert_allclose(outputs["out"], a * x.astype(np.float64) + k, rtol=2**-23)
+
+    out = {"out": np.full(n, np.nan, np.float32)}
+    return Problem("elementwise", (3, 1, 1), (256, 1, 1), {"x": x, "k": k}, out, (a, n), check)
+
+
+def _row_sum(rng: np.random.Generator) -> Problem:
+    x = rng.standard_normal((3, 512)).astype(np.float32)
+
+    def check(outputs: dict[str, Array]) -> None:
+        exact = x.astype(np.float64)
+        error = np.abs(outputs["out"] - exact.sum(1))
+        assert (error <= np.abs(exact).sum(1) * 2.0**-22).all()
+
+    out = {"out": np.full(3, np.nan, np.float32)}
+    return Problem("row_sum", (3, 1, 1), (256, 1, 1), {"x": x}, out, (), check)
+
+
+def _product_check(a: Array, b: Array) -> Callable[[dict[str, Array]], None]:
+    def check(outputs: dict[str, Array]) -> None:
+        error = np.abs(outputs["c"] - a @ b.T)
+        assert (error <= np.abs(a) @ np.abs(b).T * 2.0**-22).all()
+
+    return check
+
+
+def _mma(name: str, dtype: Any) -> Callable[[np.random.Generator], Problem]:
+    def make(rng: np.random.Generator) -> Problem:
+        a, b = (rng.standard_normal((16, 96)).astype(dtype) for _ in range(2))
+        inputs = {"a": a.view(np.uint16), "b": b.view(np.uint16)}
+        c = {"c": np.full((16, 16), np.nan, np.float32)}
+        check = _product_check(a.astype(np.float64), b.astype(np.float64))
+        return Problem(name, (1, 1, 1), (64, 1, 1), inputs, c, (96,), check)
+
+    return make
+
+
+def _mma_fp8_scaled(rng: np.random.Generator) -> Problem:
+    k = 1024
+    inputs, values = {}, []
+    scales = {}
+    for side in ("a", "b"):
+        data = rng.standard_normal((16, k)).astype(ml_dtypes.float8_e4m3fn)
+        codes = rng.integers(107, 147, (16, k // 32)).astype(np.uint8)
+        values.append(
+            data.astype(np.float64) * np.ldexp(1.0, codes.astype(int) - 127).repeat(32, 1)
+        )
+        inputs[side] = data.view(np.uint8)
+        # [row, chunk, step, g] to the kernel's [row, chunk, g, step].
+        by_step = codes.reshape(16, k // 512, 4, 4).transpose(0, 1, 3, 2)
+        scales[f"scale_{side}"] = np.ascontiguousarray(by_step)
+    c = {"c": np.full((16, 16), np.nan, np.float32)}
+    check = _product_check(*values)
+    return Problem("mma_fp8_scaled", (1, 1, 1), (64, 1, 1), inputs | scales, c, (k,), check)
+
+
+def _dma_transpose(name: str, dtype: Any) -> Callable[[np.random.Generator], Problem]:
+    def make(rng: np.random.Generator) -> Problem:
+        x = rng.integers(0, 256, (3, 64, 64)).astype(dtype) * dtype(201)
+
+        def check(outputs: dict[str, Array]) -> None:
+            np.testing.assert_array_equal(outputs["out"], x.transpose(0, 2, 1))
+
+        out = {"out": np.zeros_like(x)}
+        return Problem(name, (1, 1, 1), (256, 1, 1), {"x": x}, out, (3,), check)
+
+    return make
+
+
+def _buffer_copy(rng: np.random.Generator) -> Problem:
+    n = 997
+    x = rng.standard_normal(n).astype(np.float32)
+
+    def check(outputs: dict[str, Array]) -> None:
+        np.testing.assert_array_equal(outputs["out"], x)
+        np.testing.assert_array_equal(outputs["seen"], np.pad(x, (0, 1280 - n)))
+
+    outputs = {
+        "out": np.full(n, np.nan, np.float32),
+        "seen": np.full(1280, np.nan, np.float32),
+    }
+    return Problem("buffer_copy", (5, 1, 1), (64, 1, 1), {"x": x}, outputs, (n,), check)
+
+
+_PROBLEMS: dict[str, Callable[[np.random.Generator], Problem]] = {
+    "elementwise": _elementwise,
+    "row_sum": _row_sum,
+    "mma_f16": _mma("mma_f16", np.float16),
+    "mma_bf16": _mma("mma_bf16", ml_dtypes.bfloat16),
+    "mma_fp8_scaled": _mma_fp8_scaled,
+    "dma_transpose_b16": _dma_transpose("dma_transpose_b16", np.uint16),
+    "dma_transpose_b8": _dma_transpose("dma_transpose_b8", np.uint8),
+    "buffer_copy": _buffer_copy,
+}
+NAMES = tuple(_PROBLEMS)
+"""The kernels of this file."""
 
 
 def _define() -> dict[str, Callable[[], Any]]:
@@ -252,6 +393,8 @@ def _define() -> dict[str, Callable[[], Any]]:
                     )
                 fx.rocdl.s_waitcnt(vmcnt=0)
                 fx.gpu.barrier()
+                # An instruction without effect, in whose place a test switches lanes off.
+                intrinsic(None, "s.setprio", fx.Int16(0).ir_value())
                 for part in range_constexpr(64 // (4 * rows_a_read)):
                     row = 4 * rows_a_read * part + rows_a_read * g
                     address = base + ((row + t // chunk) * 64 + columns) * item
