@@ -1,4 +1,4 @@
-"""FlyDSL kernels run on the simulator: right results, and no fault found in them in any wave order."""
+"""FlyDSL kernels on the simulator: right results, and no fault found in them in any wave order."""
 
 import itertools
 
