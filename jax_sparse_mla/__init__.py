@@ -3,6 +3,7 @@
 from .attention import sparse_mla_fwd
 from .csr import (
     block_table_to_slots,
+    compact_csr,
     compact_rows,
     csr_to_padded,
     layer_slots,
@@ -18,16 +19,28 @@ from .lse import (
 )
 from .record_check import RecordFault, RecordReport, check_records, repack_records
 from .records import pack_records, unpack_records, write_records
+from .sharding import (
+    attend_context_shard,
+    context_tiles,
+    localise_slots,
+    sparse_mla_context,
+    sparse_mla_heads,
+    sparse_mla_rows,
+)
 
 __all__ = [
     "RecordFault",
     "RecordReport",
     "apply_sink",
+    "attend_context_shard",
     "block_table_to_slots",
     "check_records",
+    "compact_csr",
     "compact_rows",
+    "context_tiles",
     "csr_to_padded",
     "layer_slots",
+    "localise_slots",
     "lse_from_base2",
     "lse_from_flashmla",
     "lse_to_base2",
@@ -35,7 +48,10 @@ __all__ = [
     "pack_records",
     "padded_to_csr",
     "repack_records",
+    "sparse_mla_context",
     "sparse_mla_fwd",
+    "sparse_mla_heads",
+    "sparse_mla_rows",
     "split_rows",
     "unpack_records",
     "write_records",

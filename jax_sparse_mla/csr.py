@@ -111,6 +111,30 @@ def compact_rows(
     return compacted, jnp.sum(valid, axis=1, dtype=jnp.int32)
 
 
+def compact_csr(kv_indptr: ArrayLike, kv_indices: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Take the masked entries out of a CSR stream.
+
+    Args:
+      kv_indptr: [n + 1] integer, clamped to 0 .. nnz; a decreasing pair is and stays an empty row.
+      kv_indices: [nnz] integer; a negative entry is masked.
+
+    Returns:
+      kv_indptr [n + 1] int32 and kv_indices [nnz] int32, -1 behind the entries kept.
+
+    Raises:
+      TypeError: an argument is not an integer array.
+      ValueError: a shape is not as above.
+    """
+    kv_indptr = _int32("kv_indptr", kv_indptr, 1)
+    kv_indices = _int32("kv_indices", kv_indices, 1)
+    nnz = kv_indices.shape[0]
+    kept = kv_indices >= 0
+    kept_before = jnp.append(0, jnp.cumsum(kept, dtype=jnp.int32))
+    place = jnp.where(kept, kept_before[:-1], nnz)
+    stream = jnp.full(nnz, -1, jnp.int32).at[place].set(kv_indices, mode="drop")
+    return kept_before[jnp.clip(kv_indptr, 0, nnz)], stream
+
+
 def block_table_to_slots(
     block_table: ArrayLike,
     positions: ArrayLike,
