@@ -357,7 +357,7 @@ def _bind_sources(
                 fetcher(wave, operand, name) if direct is None else (lambda d: lambda: d)(direct)
             )
         if not record.packed and (absolute >> i & 1 or negate >> i & 1):
-            fetch = with_sign(fetch, absolute >> i & 1, negate >> i & 1, instruction.text)
+            fetch = with_sign(fetch, absolute >> i & 1, negate >> i & 1)
             direct = None
         fetches.append(fetch)
         views.append(direct)
@@ -374,7 +374,7 @@ def _packed_source(
 ) -> Array:
     low = instruction.modifiers.get("op_sel", 0) >> i & 1
     high = instruction.modifiers.get("op_sel_hi", 7) >> i & 1
-    return packed_view(wave, operand, name, low, high, instruction.text)
+    return packed_view(wave, operand, name, low, high)
 
 
 def _packed_sign(direct: Array, signs: list[int]) -> Fetch:
@@ -513,10 +513,11 @@ def bind_matrix(wave: Wave, instruction: Instruction, record: Matrix) -> Closure
 
 def bind_lanes(wave: Wave, instruction: Instruction, record: Lanes) -> Closure:
     """Swaps between lanes, and lanes to and from scalar registers."""
-    check_modifiers(instruction, set())
+    check_modifiers(instruction, {"op_sel"} if record.kind == "swap" else set())
     operands, function = instruction.operands, record.function
     vdst, source = operands["vdst"], operands["src0"]
     if record.kind == "swap":
+        function = partial(function, op_sel=instruction.modifiers.get("op_sel", 0))
         first, second = wave.vgpr[vdst.index], wave.vgpr[source.index]
 
         def swap() -> None:

@@ -8,6 +8,7 @@ from gfx950_sim.decode import M0, Instruction, UnknownInstruction
 from gfx950_sim.hooks import MemoryEvent
 from gfx950_sim.isa import vmem
 from gfx950_sim.isa.records import LdsAccess, VmemAccess
+from gfx950_sim.lds_memory import Plan
 from gfx950_sim.operands import rows_view, scalar_reader
 from gfx950_sim.operation import Operation
 from gfx950_sim.program import bits_of
@@ -15,6 +16,7 @@ from gfx950_sim.wave import Closure, Wave
 
 Array = np.ndarray[Any, Any]
 _EVERY_LANE = np.ones(64, bool)
+_PLANS = 8
 
 
 def _check(instruction: Instruction, allowed: set[str]) -> None:
@@ -91,20 +93,34 @@ def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure
     size, rule, lds = record.size, record.result, wave.lds
     assert record.addresses is not None
     locate = record.addresses
+    plans: dict[bytes, Plan] = {}
+
+    def plan() -> Plan:
+        """LDS addresses seldom change from one iteration of a loop to the next: the last few plans are kept."""
+        if not wave.all_lanes:
+            return lds.plan(locate(vaddr, offset0, offset1), size, wave.lanes.copy(), wave)
+        key = vaddr.tobytes()
+        known = plans.get(key)
+        if known is None:
+            known = lds.plan(locate(vaddr, offset0, offset1), size, None, wave)
+            if known.lanes is not None:  # faulty: to be reported each time
+                return known
+            if len(plans) >= _PLANS:
+                plans.clear()
+            plans[key] = known
+        return known
+
     if record.kind == "store":
         data = [rows_view(wave, operands[k]) for k in ("data0", "data1") if k in operands]
-        shift = np.uint32(record.store_shift)
 
         def store() -> None:
             wave.current = index
-            lanes = wave.active_lanes()
-            addresses = locate(vaddr, offset0, offset1)
             operation = Operation(index, "lgkmcnt", number)
-            rows = [d >> shift for d in data] if shift else data
-            lds.store(addresses, rows, size, lanes, wave, operation)
+            what = plan()
+            lds.store(what, data, wave, operation)
             wave.issue(operation)
             if wave.launch.observer is not None:
-                _tell(wave, instruction, "lds", "store", addresses, size, lanes)
+                _tell(wave, instruction, "lds", "store", what.addresses, size, what.lanes)
 
         return store
     target, mask = rows_view(wave, operands["vdst"]), bits_of(operands["vdst"])
@@ -114,16 +130,16 @@ def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure
         lanes = wave.active_lanes()
         if record.full_exec and lanes is not None:
             wave.report("exec", "a transposed read needs all 64 lanes", int(lanes.argmin()))
-        addresses = locate(vaddr, offset0, offset1)
         operation = Operation(index, "lgkmcnt", number, mask, target, None, lanes)
-        rows = lds.load(addresses, size, lanes, wave, operation)
+        what = plan()
+        rows = lds.load(what, wave, operation)
         if rule is not None:
             old = {"old": target} if record.reads_dst else {}
             rows = rule(rows, _EVERY_LANE if lanes is None else lanes, **old)
         operation.data = rows
         wave.issue(operation)
         if wave.launch.observer is not None:
-            _tell(wave, instruction, "lds", "load", addresses, size, lanes)
+            _tell(wave, instruction, "lds", "load", what.addresses, size, what.lanes)
 
     return load
 
@@ -269,10 +285,9 @@ def _bind_dma(wave: Wave, instruction: Instruction, record: VmemAccess, locate: 
         address, in_range = locate()
         rows = _fetch(wave, address, in_range, size, lanes)
         where = vmem.dma_lds_address(registers[M0], offset, size, is_buffer)
-        operation = Operation(index, "vmcnt", wave.number)
-        operation.dma = (where, rows, size, lanes)
-        inside = lds.start_dma(where, size, lanes, wave, operation)
-        operation.dma = (where, rows, size, inside)
+        plan = lds.plan(where[np.newaxis], size, lanes, wave)
+        operation = Operation(index, "vmcnt", wave.number, dma=(plan, rows))
+        lds.start_dma(plan, wave, operation)
         wave.issue(operation)
         if wave.launch.observer is not None:
             _tell(wave, instruction, "global", "dma", address, size, lanes)

@@ -7,6 +7,7 @@ ordered only if the first is finished in an earlier epoch than that of the secon
 order; DMA loads are not part of that order, so their bytes may be touched by no wave until the issuing one has waited.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,6 @@ from gfx950_sim.analysis import Analysis
 from gfx950_sim.operation import UNFINISHED, Operation
 
 Array = np.ndarray[Any, Any]
-_STEPS = np.arange(8, dtype=np.int64)[:, np.newaxis]
 _NEVER_WRITTEN, _NOBODY = 0, 1
 
 
@@ -32,6 +32,27 @@ class LdsWave(Protocol):
         self, kind: str, detail: str, lane: int | None = None, address: int | None = None
     ) -> None:
         """Record a fault at the instruction being executed."""
+
+    def name_of(self, index: int) -> str:
+        """An instruction's text and pc."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an LDS instruction touches: for each of its accesses a lane, indexes of dwords (bytes, if narrower) and of granules."""
+
+    addresses: Array
+    size: int
+    lanes: Array | None
+    """Lanes that access; None: all."""
+    index: list[Array]
+    """int64 [max(size // 4, 1), 64] (narrower than a dword: [size, 64])."""
+    granules: list[Array]
+    """Of the lanes that access."""
+
+
+def _largest(values: Array) -> int:
+    return int(np.maximum.reduce(values, axis=None))
 
 
 class LdsMemory:
@@ -51,8 +72,8 @@ class LdsMemory:
         self._dwords = self.bytes.view(np.uint32)
         self._shift = 2 if granule == 4 else 0
         self._granule = granule
-        self._writer = np.zeros(padded // granule, np.int32)
-        self._readers = np.zeros((waves, padded // granule), np.int32)
+        self._writer = np.zeros(padded // granule, np.int64)
+        self._readers = np.zeros((waves, padded // granule), np.int64)
         self._others = [[w for w in range(waves) if w != wave] for wave in range(waves)]
         # By access number: the epoch in which it was finished, and in which it would have been
         # finished without the wait that covered it first.
@@ -69,51 +90,51 @@ class LdsMemory:
         self.done[:2] = self.alternative[:2] = (UNFINISHED, -1)
         self._operations = [None, None]
 
-    def load(
-        self, addresses: Array, size: int, lanes: Array | None, wave: LdsWave, operation: Operation
-    ) -> Array:
-        """Rows uint32 [k * max(size // 4, 1), 64] from byte addresses uint32 [k, 64], size bytes each."""
-        parts = []
+    def plan(self, addresses: Array, size: int, lanes: Array | None, wave: LdsWave) -> "Plan":
+        """Check byte addresses (uint32 [k, 64], size bytes each) and find what they touch.
+
+        Lanes outside the LDS or misaligned are reported and left out.
+        """
         chosen = self._check_bounds(addresses, size, lanes, wave)
+        index, granules = [], []
+        steps = _STEPS_OF[4 if size >= 4 else 1, size]
+        shift = np.uint32(2 if size >= 4 else 0)
         for access in addresses:
-            address = access if chosen is None else access * chosen
-            if size >= 4:
-                index = (address >> np.uint32(2)) + _STEPS[: size // 4]
+            if chosen is not None:
+                access = access * chosen  # lanes that are off fetch byte 0, which nobody sees
+            index.append((access >> shift) + steps)
+            if chosen is None and size >= self._granule == 4:
+                granules.append(index[-1])
+            else:
+                granules.append(self._granules(access, size, chosen))
+        return Plan(addresses, size, chosen, index, granules)
+
+    def load(self, plan: "Plan", wave: LdsWave, operation: Operation) -> Array:
+        """Rows uint32 [k * max(size // 4, 1), 64]."""
+        parts = []
+        for index, granules in zip(plan.index, plan.granules, strict=True):
+            if plan.size >= 4:
                 parts.append(self._dwords.take(index))
             else:
-                index = address + _STEPS[:size]
-                bytes_read = self.bytes.take(index).astype(np.uint32)
-                parts.append(bytes_read[:1] if size == 1 else bytes_read[:1] | bytes_read[1:] << 8)
-            self._note_read(self._granules(address, size, chosen), wave, operation)
+                octets = self.bytes.take(index).astype(np.uint32)
+                parts.append(octets[:1] if plan.size == 1 else octets[:1] | octets[1:] << 8)
+            self._note_read(granules, wave, operation)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def store(
-        self,
-        addresses: Array,
-        rows: list[Array],
-        size: int,
-        lanes: Array | None,
-        wave: LdsWave,
-        operation: Operation,
-    ) -> None:
-        """Store ``rows[i]`` (uint32 [max(size // 4, 1), 64]) at ``addresses[i]``, size bytes a lane."""
-        chosen = self._check_bounds(addresses, size, lanes, wave)
-        for access, data in zip(addresses, rows, strict=True):
-            self._note_write(self._granules(access, size, chosen), wave, operation)
-            self._put(access, data, size, chosen)
+    def store(self, plan: "Plan", rows: list[Array], wave: LdsWave, operation: Operation) -> None:
+        """Store ``rows[i]`` (uint32 [max(size // 4, 1), 64]) at access i."""
+        for index, granules, data in zip(plan.index, plan.granules, rows, strict=True):
+            self._note_write(granules, wave, operation)
+            self._put(index, data, plan.size, plan.lanes)
 
-    def start_dma(
-        self, address: Array, size: int, lanes: Array | None, wave: LdsWave, operation: Operation
-    ) -> Array | None:
-        """Note a DMA load's bytes as in flight; returns the lanes inside the LDS (None: all)."""
-        chosen = self._check_bounds(address[np.newaxis], size, lanes, wave)
-        self._note_write(self._granules(address, size, chosen), wave, operation)
-        return chosen
+    def start_dma(self, plan: "Plan", wave: LdsWave, operation: Operation) -> None:
+        """Note a DMA load's bytes as in flight."""
+        self._note_write(plan.granules[0], wave, operation)
 
     def finish_dma(self, operation: Operation) -> None:
         """Store what a DMA load fetched."""
-        address, rows, size, lanes = operation.dma
-        self._put(address, rows, size, lanes)
+        plan, rows = operation.dma
+        self._put(plan.index[0], rows, plan.size, plan.lanes)
 
     def finish(self, operation: Operation, epoch: int, watched: bool) -> None:
         """The operation is covered by a wait in ``epoch``; ``watched``: it matters which wait that was."""
@@ -121,14 +142,14 @@ class LdsMemory:
         if not watched:
             self.alternative[operation.lds_id] = epoch
 
-    def _put(self, address: Array, rows: Array, size: int, lanes: Array | None) -> None:
+    def _put(self, index: Array, rows: Array, size: int, lanes: Array | None) -> None:
         if lanes is not None:
-            address, rows = address[lanes], np.broadcast_to(rows, (rows.shape[0], 64))[:, lanes]
+            index, rows = index[:, lanes], rows[:, lanes]
         if size >= 4:
-            self._dwords[(address >> np.uint32(2)) + _STEPS[: size // 4]] = rows
+            self._dwords[index] = rows
         else:
             for i in range(size):
-                self.bytes[address + i] = rows[0] >> np.uint32(8 * i) & np.uint32(0xFF)
+                self.bytes[index[i]] = rows[0] >> np.uint32(8 * i) & np.uint32(0xFF)
 
     def _granules(self, address: Array, size: int, lanes: Array | None) -> Array:
         if lanes is not None:
@@ -143,7 +164,7 @@ class LdsMemory:
         active = addresses if lanes is None else addresses[:, lanes]
         if active.size == 0:
             return lanes
-        if int(active.max()) > self.size - size:
+        if int(np.maximum.reduce(active, axis=None)) > self.size - size:
             inside = (addresses.astype(np.int64) + size <= self.size).all(axis=0)
             outside = ~inside if lanes is None else ~inside & lanes
             lane = int(outside.argmax())
@@ -187,7 +208,7 @@ class LdsMemory:
             return
         self._register(operation, wave)
         writers = self._writer.take(granules)
-        if int(self.alternative.take(writers).max()) > self._newest_unremarkable(wave):
+        if _largest(self.alternative.take(writers)) > self._newest_unremarkable(wave):
             self._examine(writers, granules, wave, operation, "read", "written")
         self._readers[wave.number][granules] = operation.lds_id
 
@@ -197,12 +218,12 @@ class LdsMemory:
         self._register(operation, wave)
         newest = self._newest_unremarkable(wave)
         writers = self._writer.take(granules)
-        if int(self.alternative.take(writers).max()) > newest:
+        if _largest(self.alternative.take(writers)) > newest:
             self._examine(writers, granules, wave, operation, "written", "written")
         waves = range(len(self._others)) if operation.dma is not None else self._others[wave.number]
         for other in waves:
             readers = self._readers[other].take(granules)
-            if int(self.alternative.take(readers).max()) > newest:
+            if _largest(self.alternative.take(readers)) > newest:
                 self._examine(readers, granules, wave, operation, "written", "read")
         self._writer[granules] = operation.lds_id
 
@@ -230,7 +251,7 @@ class LdsMemory:
                 if other.dma is not None:
                     self._learn_wait(other, wave, UNFINISHED)
                 continue
-            story = f"{now} here, {before} by {other.index} (wave {other.wave})"
+            story = f"{now} here, {before} by {wave.name_of(other.index)} (wave {other.wave})"
             if done == UNFINISHED and other.dma is not None:
                 detail = story + ", a DMA load not yet waited for"
                 self._report("lds_dma", detail, earlier == number, granules, wave)

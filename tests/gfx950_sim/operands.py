@@ -1,5 +1,6 @@
 """From operands to arrays over a wave's registers: views where possible, else functions that fetch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ DTYPES: dict[str, Any] = {
 _SIGN_BIT = {2: 0x8000, 4: 0x80000000, 8: 0x8000000000000000}
 
 
+@functools.cache
 def split_type(name: str) -> tuple[str, int]:
     """("f32", 2) from "f32x2"; the count is 1 without an x."""
     base, _, count = name.partition("x")
@@ -68,7 +70,7 @@ def view(wave: Wave, operand: Operand, name: str) -> Array | None:
     return row if dtype.itemsize == 4 else row[:: 4 // dtype.itemsize]
 
 
-def packed_view(wave: Wave, operand: Operand, name: str, low: int, high: int, text: str) -> Array:
+def packed_view(wave: Wave, operand: Operand, name: str, low: int, high: int) -> Array:
     """Rows [2, 64] of a packed source: element ``low`` for the first result, ``high`` for the second."""
     base, _ = split_type(name)
     dtype = DTYPES[base]
@@ -76,7 +78,7 @@ def packed_view(wave: Wave, operand: Operand, name: str, low: int, high: int, te
         if dtype.itemsize == 4:
             # Which bits the second half of a 32-bit constant holds is not documented.
             if (low or high) and operand.bits("u32"):
-                raise UnknownInstruction(f"{text}: op_sel of a constant's upper half")
+                raise UnknownInstruction(f"op_sel of the constant {operand}'s upper half")
             one = np.array([operand.bits("u32")], np.uint32).view(dtype)
             return np.broadcast_to(one[:, np.newaxis], (2, 1))
         bits = operand.bits(base) if operand.kind == "inline" else operand.value
@@ -136,13 +138,13 @@ def special_value(wave: Wave, operand: Operand) -> int:
     return int((wave.vcc if operand.index == 251 else wave.exec_mask) == 0)
 
 
-def with_sign(fetch: Fetch, absolute: int, negate: int, text: str) -> Fetch:
+def with_sign(fetch: Fetch, absolute: int, negate: int) -> Fetch:
     """The source modifiers |x| and -x, which act on the sign bit alone, NaN included."""
 
     def changed() -> Array:
         values = fetch()
         if values.dtype.kind != "f":
-            raise UnknownInstruction(f"{text}: abs or neg of an integer source")
+            raise UnknownInstruction("abs or neg of an integer source")
         sign = np.array(_SIGN_BIT[values.itemsize], f"u{values.itemsize}")
         bits = np.ascontiguousarray(values).view(sign.dtype)
         if absolute:

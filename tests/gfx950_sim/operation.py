@@ -36,7 +36,7 @@ class Operation:
     epoch: int = 0
     """Barriers the wave had passed at issue."""
     dma: Any = None
-    """For a DMA load: (LDS byte addresses uint32 [64], rows, size, lanes or None), stored on completion."""
+    """For a DMA load: (`lds_memory.Plan`, rows), stored on completion."""
     wait: int = -1
     """Index of the s_waitcnt that completed it."""
     younger: int = 0

@@ -126,6 +126,17 @@ def is_partial_write(record: Record) -> bool:
     return isinstance(record, Valu) and record.reads_dst and "op_sel" in record.modifiers
 
 
+def _packed_reads(instruction: Instruction, source: Operand, position: int) -> int:
+    """Of a register pair, a packed 32-bit instruction reads what op_sel and op_sel_hi pick."""
+    if source.kind not in ("vgpr", "sgpr") or source.count != 2:
+        return bits_of(source)
+    picked = {
+        instruction.modifiers.get("op_sel", 0) >> position & 1,
+        instruction.modifiers.get("op_sel_hi", 7) >> position & 1,
+    }
+    return sum(bits_of(Operand(source.kind, source.index + half)) for half in picked)
+
+
 def upper_addends(instruction: Instruction) -> int:
     """Registers that the lower half of a 64-bit sum does not depend on, as bits.
 
@@ -144,8 +155,11 @@ def registers_of(instruction: Instruction, record: Record) -> tuple[int, int]:
     """(registers read, registers written), as bits."""
     operands, name = instruction.operands, instruction.name
     reads = writes = 0
-    for source in sources_of(instruction):
-        reads |= bits_of(source)
+    for i, source in enumerate(sources_of(instruction)):
+        if isinstance(record, Valu) and record.packed:
+            reads |= _packed_reads(instruction, source, i)
+        else:
+            reads |= bits_of(source)
     if isinstance(record, Valu):
         implicit_vcc = len(record.src) > len(sources_of(instruction))
         reads |= _VCC if implicit_vcc else 0

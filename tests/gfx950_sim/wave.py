@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gfx950_sim.analysis import Analysis
-from gfx950_sim.decode import EXEC, VCC, Instruction
+from gfx950_sim.decode import EXEC, VCC
 from gfx950_sim.hooks import Observer
 from gfx950_sim.isa.records import LdsAccess, Matrix, VmemAccess
 from gfx950_sim.lds_memory import LdsMemory
@@ -143,9 +143,10 @@ class Wave:
             )
         )
 
-    def instruction(self, index: int) -> Instruction:
-        """An instruction of the program, for messages."""
-        return self.program.instructions[index]
+    def name_of(self, index: int) -> str:
+        """An instruction's text and pc, for messages."""
+        instruction = self.program.instructions[index]
+        return f"{instruction.text} at pc {instruction.pc:#x}"
 
     # A closer look at registers -------------------------------------------------------------------
 
@@ -168,9 +169,8 @@ class Wave:
                 hit = operation.mask & (reads | writes)
                 if not hit:
                     continue
-                by = self.instruction(operation.index)
                 names = ", ".join(register_name(b) for b in rows_of(hit))
-                detail = f"{names} waits for {by.text} at pc {by.pc:#x} ({operation.counter})"
+                detail = f"{names} waits for {self.name_of(operation.index)} ({operation.counter})"
                 if hit & reads:
                     self.report("pending_register", detail)
                     self._poison(operation)
