@@ -22,28 +22,35 @@ _LANE = np.arange(64)
 
 
 def _swap(
-    dst_lanes: LaneIndex, src_lanes: LaneIndex, dst: Words, src: Words, lanes: Mask
+    dst_lanes: LaneIndex, src_lanes: LaneIndex, dst: Words, src: Words, lanes: Mask, op_sel: int
 ) -> tuple[Words, Words]:
+    """Lanes that are off give their value, as the pseudocode reads them, but are not written.
+
+    Raises:
+        NotImplementedError: lanes are off and bound_ctrl (op_sel[1]) is set without fi (op_sel[0]);
+            what is read then is not documented.
+    """
     new_dst, new_src = dst.copy(), src.copy()
     new_dst[dst_lanes], new_src[src_lanes] = src[src_lanes], dst[dst_lanes]
     if lanes.all():
         return new_dst, new_src
-    # Lanes that are off give their value, as the pseudocode reads them, but are not written.
+    if op_sel & 3 == 2:
+        raise NotImplementedError("v_permlane*_swap_b32 with bound_ctrl and lanes off")
     return np.where(lanes, new_dst, dst), np.where(lanes, new_src, src)
 
 
 _ODD_ROWS, _EVEN_ROWS = _LANE[_LANE & 16 != 0], _LANE[_LANE & 16 == 0]
 
 
-def permlane16_swap(dst: Words, src: Words, lanes: Mask) -> tuple[Words, Words]:
+def permlane16_swap(dst: Words, src: Words, lanes: Mask, op_sel: int = 0) -> tuple[Words, Words]:
     """v_permlane16_swap_b32: rows 1 and 3 of vdst change places with rows 0 and 2 of vsrc (a row is
     16 lanes)."""
-    return _swap(_ODD_ROWS, _EVEN_ROWS, dst, src, lanes)
+    return _swap(_ODD_ROWS, _EVEN_ROWS, dst, src, lanes, op_sel)
 
 
-def permlane32_swap(dst: Words, src: Words, lanes: Mask) -> tuple[Words, Words]:
-    """v_permlane32_swap_b32: the upper half of vdst changes places with the lower half of vsrc."""
-    return _swap(_LANE[32:], _LANE[:32], dst, src, lanes)
+def permlane32_swap(dst: Words, src: Words, lanes: Mask, op_sel: int = 0) -> tuple[Words, Words]:
+    """v_permlane32_swap_b32: vdst's upper half changes places with vsrc's lower half."""
+    return _swap(_LANE[32:], _LANE[:32], dst, src, lanes, op_sel)
 
 
 def readlane(src: Words, lane: int | None, lanes: Mask) -> int:

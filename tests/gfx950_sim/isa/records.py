@@ -47,7 +47,8 @@ class Matrix:
 class Lanes:
     """A VALU instruction that moves data between lanes.
 
-    kind "swap": ``function(dst, src, lanes) -> (new dst, new src)``, uint32 [64] each; lanes are the active ones.
+    kind "swap": ``function(dst, src, lanes, op_sel) -> (new dst, new src)``, uint32 [64] each; lanes are
+    the active ones.
     kind "read": ``function(src, lane or None, lanes) -> int`` to a scalar register (readlane, readfirstlane).
     kind "write": ``function(old dst, value int, lane int) -> new dst`` (writelane).
     """
