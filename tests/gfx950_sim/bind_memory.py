@@ -112,12 +112,14 @@ def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure
 
     if record.kind == "store":
         data = [rows_view(wave, operands[k]) for k in ("data0", "data1") if k in operands]
+        shift = np.uint32(record.store_shift)
 
         def store() -> None:
             wave.current = index
             operation = Operation(index, "lgkmcnt", number)
             what = plan()
-            lds.store(what, data, wave, operation)
+            rows = [d >> shift for d in data] if shift else data
+            lds.store(what, rows, wave, operation)
             wave.issue(operation)
             if wave.launch.observer is not None:
                 _tell(wave, instruction, "lds", "store", what.addresses, size, what.lanes)
