@@ -68,6 +68,59 @@ def contract(pattern: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(pattern, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
+class Projected(NamedTuple):
+    """One layer's view of the step's rows."""
+
+    q_nope: jax.Array  # [n, H, nope]
+    q_rope: jax.Array  # [n, H, 64], rotated
+    latent: jax.Array  # [n, 512], normalised
+    k_rope: jax.Array  # [n, 64], rotated
+    index_q: jax.Array  # [n, Hi, 128], rotated
+    index_key: jax.Array  # [n, 128], rotated
+    index_weights: jax.Array  # [n, Hi] float32
+
+
+def project(
+    p: params.Attention, x: jax.Array, shared: Geometry, config: Config, options: Options
+) -> Projected:
+    """Compute a layer's queries, and the latents and keys that go into the cache.
+
+    Args:
+      p: the layer's parameters; with a tensor axis, this device's share of the heads.
+      x: ``[n, D]``, normalised.
+      shared: from `geometry`.
+      config: the model's.
+      options: how to compute.
+    """
+    q_residual = rms_norm(contract("nd,rd->nr", x, p.q_a), p.q_a_norm, LATENT_NORM_EPS)
+    q = contract("nr,hdr->nhd", q_residual, p.q_b)
+    q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+    latent, k_rope = jnp.split(contract("nd,cd->nc", x, p.kv_a), [LATENT_DIM], axis=-1)
+
+    index = p.indexer
+    index_q = contract("nr,hkr->nhk", q_residual, index.wq_b)
+    index_key = contract("nd,kd->nk", x, index.wk)
+    index_key = layer_norm(index_key, index.k_norm_scale, index.k_norm_bias)
+    index_weights = jnp.einsum("nd,hd->nh", x.astype(jnp.float32), index.weights_proj)
+    return Projected(
+        q_nope=q_nope,
+        q_rope=rope.rotate_interleaved(q_rope, shared.cos, shared.sin),
+        latent=rms_norm(latent, p.kv_a_norm, LATENT_NORM_EPS),
+        k_rope=rope.rotate_interleaved(k_rope, shared.cos, shared.sin),
+        index_q=_rotate_index(index_q, shared, options),
+        index_key=_rotate_index(index_key, shared, options),
+        index_weights=index_weights * (config.index_n_heads**-0.5 * INDEX_DIM**-0.5),
+    )
+
+
+def _rotate_index(values: jax.Array, shared: Geometry, options: Options) -> jax.Array:
+    """RoPE on the leading 64 values, and the Hadamard rotation where keys are stored in fp8."""
+    turned, plain = jnp.split(values, [ROPE_DIM], axis=-1)
+    turned = rope.rotate_halves(turned, shared.cos, shared.sin)
+    values = jnp.concatenate([turned, plain], axis=-1)
+    return hadamard(values) if options.index_format == "fp8" else values
+
+
 def attention(
     p: params.Attention,
     x: jax.Array,
@@ -95,30 +148,24 @@ def attention(
     Returns:
       ``[n, D]``, summed over the tensor axis; the cache; the selected positions ``[n, k]`` int32.
     """
-    q_residual = rms_norm(contract("nd,rd->nr", x, p.q_a), p.q_a_norm, LATENT_NORM_EPS)
-    q = contract("nr,hdr->nhd", q_residual, p.q_b)
-    q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-    q_rope = rope.rotate_interleaved(q_rope, shared.cos, shared.sin)
-
-    latent, k_rope = jnp.split(contract("nd,cd->nc", x, p.kv_a), [LATENT_DIM], axis=-1)
-    latent = rms_norm(latent, p.kv_a_norm, LATENT_NORM_EPS)
-    k_rope = rope.rotate_interleaved(k_rope, shared.cos, shared.sin)
-    index_keys = _index_keys(p.indexer, x, shared, options)
-
-    num_blocks = cache.records.shape[0] // config.num_hidden_layers
+    projected = project(p, x, shared, config, options)
+    blocks_per_layer = cache.records.shape[0] // config.num_hidden_layers
     block_size = cache.records.shape[1]
-    slots_per_layer = num_blocks * block_size
-    slots = layer_slots(shared.slots, layer, slots_per_layer)
-    cache = write_tokens(cache, slots, latent, k_rope, index_keys)
-
+    slots_per_layer = blocks_per_layer * block_size
+    cache = write_tokens(
+        cache,
+        layer_slots(shared.slots, layer, slots_per_layer),
+        projected.latent,
+        projected.k_rope,
+        projected.index_key,
+    )
     if selected is None:
-        table = jnp.where(rows.block_table < 0, -1, rows.block_table + layer * num_blocks)
-        index_q, weights = _index_queries(p.indexer, x, q_residual, shared, config, options)
+        offset = layer * blocks_per_layer
         selected = index_topk(
-            index_q,
-            weights,
+            projected.index_q,
+            projected.index_weights,
             cache.index_keys,
-            table,
+            jnp.where(rows.block_table < 0, -1, rows.block_table + offset),
             rows.requests,
             rows.positions,
             config.index_topk,
@@ -128,8 +175,8 @@ def attention(
     )
     out = sparse_mla_fwd(
         (
-            contract("nhd,hdc->nhc", q_nope, p.w_uk).astype(jnp.bfloat16),
-            q_rope.astype(jnp.bfloat16),
+            contract("nhd,hdc->nhc", projected.q_nope, p.w_uk).astype(jnp.bfloat16),
+            projected.q_rope.astype(jnp.bfloat16),
         ),
         cache.records,
         None,
@@ -145,29 +192,3 @@ def attention(
     if options.tensor_axis is not None:
         y = jax.lax.psum(y, options.tensor_axis)
     return y, cache, selected
-
-
-def _index_keys(p: params.Indexer, x: jax.Array, shared: Geometry, options: Options) -> jax.Array:
-    keys = layer_norm(contract("nd,kd->nk", x, p.wk), p.k_norm_scale, p.k_norm_bias)
-    return _rotate_index(keys, shared, options)
-
-
-def _index_queries(
-    p: params.Indexer,
-    x: jax.Array,
-    q_residual: jax.Array,
-    shared: Geometry,
-    config: Config,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
-    q = _rotate_index(contract("nr,hkr->nhk", q_residual, p.wq_b), shared, options)
-    weights = jnp.einsum("nd,hd->nh", x.astype(jnp.float32), p.weights_proj)
-    return q, weights * (config.index_n_heads**-0.5 * INDEX_DIM**-0.5)
-
-
-def _rotate_index(values: jax.Array, shared: Geometry, options: Options) -> jax.Array:
-    """RoPE on the leading 64 values, and the Hadamard rotation where keys are stored in fp8."""
-    turned, plain = jnp.split(values, [ROPE_DIM], axis=-1)
-    turned = rope.rotate_halves(turned, shared.cos, shared.sin)
-    values = jnp.concatenate([turned, plain], axis=-1)
-    return hadamard(values) if options.index_format == "fp8" else values

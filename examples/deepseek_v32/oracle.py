@@ -11,6 +11,7 @@ sparse selection two right models part where index scores nearly tie.)
 
 import argparse
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +19,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.deepseek_v32.attention import Rows, geometry, rms_norm
-from examples.deepseek_v32.cache import Cache, cache_shapes
+from examples.deepseek_v32.attention import Rows, attention, geometry, project, rms_norm
+from examples.deepseek_v32.cache import cache_shapes
 from examples.deepseek_v32.config import Config
-from examples.deepseek_v32.model import decoder_layer
+from examples.deepseek_v32.mlp import feed_forward
 from examples.deepseek_v32.options import Options
 from examples.deepseek_v32.random_checkpoint import tiny_config, write_random_checkpoint
 from examples.deepseek_v32.weights import load_params
 from jax_sparse_mla import pack_records, unpack_records
+from jax_sparse_mla.indexer import index_topk, write_index_keys
 
 SEED = 11
 """One of whose rows no two experts nearly tie: rounding would send such a row to the other."""
 NUM_TOKENS = 48
+BLOCK_SIZE = 8
 LAYER_TOLERANCE = 6e-3
 """Relative 2-norm of a layer's update; the op takes queries and gives results in bfloat16."""
 LOGITS_TOLERANCE = 2e-2
@@ -45,14 +48,6 @@ class Recording(NamedTuple):
     logits: np.ndarray  # [n, V] float32
 
 
-class Difference(NamedTuple):
-    """How far the two models are apart."""
-
-    layers: list[float]  # relative 2-norm of each layer's output, fed with the other's input
-    logits: float  # relative 2-norm, end to end, selections forced
-    selection: float  # share of selected tokens that the indexers agree on, same inputs
-
-
 def oracle_config() -> Config:
     """A tiny model whose rows see more tokens than they may select."""
     return tiny_config(vocab_size=300, index_topk=16)
@@ -64,61 +59,94 @@ def page_table(num_tokens: int, block_size: int) -> np.ndarray:
     return np.random.default_rng(1).permutation(blocks).astype(np.int32)[None]
 
 
-def compare(
-    folder: str | Path, config: Config, recording: Recording, record_format: str
-) -> Difference:
-    """Run this model beside a recording of transformers'.
+class Subject:
+    """This model, set up for one sequence, its parts compiled apart to be compared apart."""
 
-    Args:
-      folder: the checkpoint's.
-      config: the model's.
-      recording: transformers' results, its latents rounded in the same format.
-      record_format: as in `Options`.
-    """
-    options = Options(dtype=jnp.float32, record_format=record_format)
-    params = load_params(folder, config, dtype=jnp.float32)
-    layers = (*params.dense, *params.sparse)
-    n = len(recording.tokens)
-    block_size = 8
-    table = page_table(n, block_size)
-    rows = Rows(
-        jnp.asarray(recording.tokens),
-        jnp.zeros(n, jnp.int32),
-        jnp.arange(n, dtype=jnp.int32),
-        jnp.asarray(table),
-    )
-    empty = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype),
-        cache_shapes(config, table.shape[1], block_size, options),
-    )
+    def __init__(self, folder: str | Path, config: Config, tokens: np.ndarray, record_format: str):
+        """Load the checkpoint.
 
-    @jax.jit
-    def step(p: Any, x: jax.Array, cache: Cache, number: jax.Array, selected: Any) -> Any:
-        shared = geometry(config, rows, block_size)
-        return decoder_layer(p, x, cache, number, rows, shared, config, options, selected)
+        Args:
+          folder: the checkpoint's.
+          config: the model's.
+          tokens: ``[n]``.
+          record_format: as in `Options`.
+        """
+        self.config = config
+        self.options = Options(dtype=jnp.float32, record_format=record_format)
+        self.params = load_params(folder, config, dtype=jnp.float32)
+        self.layers = (*self.params.dense, *self.params.sparse)
+        n = len(tokens)
+        table = jnp.asarray(page_table(n, BLOCK_SIZE))
+        numbers = jnp.arange(n, dtype=jnp.int32)
+        self.rows = Rows(jnp.asarray(tokens), jnp.zeros(n, jnp.int32), numbers, table)
+        shapes = cache_shapes(config, table.shape[1], BLOCK_SIZE, self.options)
+        self.cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        self._attention = jax.jit(self._attend)
+        self._feed_forward = jax.jit(lambda p, x: feed_forward(p, x, config, self.options))
+        self._selection = jax.jit(self._select)
 
-    x = params.embed[rows.tokens]
-    errors, agreed = [], 0
-    cache = empty
-    for number, layer in enumerate(layers):
-        theirs = jnp.asarray(recording.hidden[number])
-        forced = jnp.asarray(recording.selected[number])
-        expected = recording.hidden[number + 1]
-        out, _, _ = step(layer, theirs, empty, number, forced)
-        update = expected - recording.hidden[number]
-        errors.append(relative(np.asarray(out) - recording.hidden[number], update))
-        _, _, chosen = step(layer, theirs, empty, number, None)
-        agreed += sum(
-            len(set(a[a >= 0]) & set(b[b >= 0]))
-            for a, b in zip(np.asarray(chosen), recording.selected[number], strict=True)
+    def _attend(self, p: Any, x: jax.Array, number: jax.Array, selected: jax.Array) -> jax.Array:
+        shared = geometry(self.config, self.rows, BLOCK_SIZE)
+        args = (p, x, self.cache, number, self.rows, shared, self.config, self.options, selected)
+        return attention(*args)[0]
+
+    def _select(self, p: Any, x: jax.Array) -> jax.Array:
+        shared = geometry(self.config, self.rows, BLOCK_SIZE)
+        view = project(p, x, shared, self.config, self.options)
+        keys = write_index_keys(self.cache.index_keys, shared.slots, view.index_key)
+        return index_topk(
+            view.index_q,
+            view.index_weights,
+            keys,
+            self.rows.block_table,
+            self.rows.requests,
+            self.rows.positions,
+            self.config.index_topk,
         )
-        x, cache, _ = step(layer, x, cache, number, forced)
-    logits = rms_norm(x, params.norm, config.rms_norm_eps) @ params.lm_head.T
-    return Difference(
-        errors,
-        relative(np.asarray(logits), recording.logits),
-        agreed / np.sum(recording.selected >= 0),
-    )
+
+    def layer(self, number: int, x: jax.Array, selected: jax.Array) -> jax.Array:
+        """One layer's output, attending what is selected."""
+        p, eps = self.layers[number], self.config.rms_norm_eps
+        y = self._attention(p.attention, rms_norm(x, p.input_norm, eps), number, selected)
+        return x + y + self._feed_forward(p.mlp, rms_norm(x + y, p.post_norm, eps))
+
+    def selection(self, number: int, x: jax.Array) -> np.ndarray:
+        """What one layer's indexer selects."""
+        p = self.layers[number]
+        normed = rms_norm(x, p.input_norm, self.config.rms_norm_eps)
+        return np.asarray(self._selection(p.attention, normed))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Logits from the last layer's output."""
+        x = rms_norm(x, self.params.norm, self.config.rms_norm_eps)
+        return x @ self.params.lm_head.T
+
+
+def compare_layers(subject: Subject, recording: Recording) -> list[float]:
+    """Each layer's error, fed with transformers' input and selection; relative, of the update."""
+    errors = []
+    for number, (x, expected) in enumerate(pairwise(recording.hidden)):
+        out = subject.layer(number, jnp.asarray(x), jnp.asarray(recording.selected[number]))
+        errors.append(relative(np.asarray(out) - x, expected - x))
+    return errors
+
+
+def compare_logits(subject: Subject, recording: Recording) -> float:
+    """The logits' error, end to end, with transformers' selections."""
+    x = subject.params.embed[subject.rows.tokens]
+    for number, selected in enumerate(recording.selected):
+        x = subject.layer(number, x, jnp.asarray(selected))
+    return relative(np.asarray(subject.logits(x)), recording.logits)
+
+
+def compare_selections(subject: Subject, recording: Recording) -> float:
+    """Share of transformers' selected tokens that our indexer selects from the same inputs."""
+    agreed = 0
+    for number, expected in enumerate(recording.selected):
+        chosen = subject.selection(number, jnp.asarray(recording.hidden[number]))
+        for ours, theirs in zip(chosen, expected, strict=True):
+            agreed += len(set(ours[ours >= 0]) & set(theirs[theirs >= 0]))
+    return agreed / int(np.sum(recording.selected >= 0))
 
 
 def relative(value: np.ndarray, expected: np.ndarray) -> float:
@@ -194,13 +222,13 @@ def main() -> None:
         write_random_checkpoint(folder, config, seed=SEED)
         for kind in ("bf16", "fp8"):
             recordings[kind] = record(folder, config, kind)
-            difference = compare(folder, config, recordings[kind], kind)
-            layers = " ".join(f"{error:.1e}" for error in difference.layers)
-            print(
-                f"{kind}: layers {layers}, logits {difference.logits:.1e}, "
-                f"selection {difference.selection:.4f}"
-            )
-            if max(difference.layers) > LAYER_TOLERANCE or difference.logits > LOGITS_TOLERANCE:
+            subject = Subject(folder, config, recordings[kind].tokens, kind)
+            layers = compare_layers(subject, recordings[kind])
+            logits = compare_logits(subject, recordings[kind])
+            selection = compare_selections(subject, recordings[kind])
+            numbers = " ".join(f"{error:.1e}" for error in layers)
+            print(f"{kind}: layers {numbers}, logits {logits:.1e}, same selection {selection:.4f}")
+            if max(layers) > LAYER_TOLERANCE or logits > LOGITS_TOLERANCE:
                 raise SystemExit("the models disagree")
     if arguments.record:
         arrays = {
