@@ -17,6 +17,7 @@ from gfx950_sim.isa.records import Lanes, LdsAccess, Matrix, Salu, Valu, VmemAcc
 from gfx950_sim.operands import (
     DTYPES,
     Fetch,
+    Store,
     as_rows,
     destination,
     dpp_source,
@@ -30,6 +31,7 @@ from gfx950_sim.operands import (
     sdwa_source,
     split_type,
     view,
+    wide_store,
     with_sign,
 )
 from gfx950_sim.program import BARRIER, CONTROL, END, NOTHING, SMEM_DWORDS, WAIT, sources_of
@@ -252,8 +254,13 @@ def bind_valu(wave: Wave, instruction: Instruction, record: Valu) -> tuple[Closu
     if sixteen and "op_sel" not in own and instruction.modifiers.get("op_sel", 0) & 8:
         return _both(_bind_high_half(wave, function, fetches, rows, record))
     if typed is None:
+        if rows.shape[0] == 2 and split_type(record.dst)[1] == 1:
+            store = wide_store(rows, record.dst)
+            full = partial(_give, function, fetches, store)
+        else:
+            full = partial(_store_rows, function, fetches, rows, record.dst)
         return (
-            partial(_store_rows, function, fetches, rows, record.dst),
+            full,
             partial(_store_rows_where, function, fetches, rows, record.dst, wave.lanes),
         )
     if views is None:
@@ -263,8 +270,8 @@ def bind_valu(wave: Wave, instruction: Instruction, record: Valu) -> tuple[Closu
         )
     if isinstance(function, np.ufunc):
         return (
-            partial(function, *views, typed),
-            partial(function, *views, typed, where=wave.lanes),
+            partial(function, *views, out=typed),
+            partial(function, *views, out=typed, where=wave.lanes),
         )
     return (
         partial(_store, function, views, typed),
@@ -290,6 +297,10 @@ def _store_fetched_where(
     function: Callable[..., Any], fetches: list[Fetch], target: Array, lanes: Array
 ) -> None:
     np.copyto(target, function(*[f() for f in fetches]), where=lanes, casting="unsafe")
+
+
+def _give(function: Callable[..., Any], fetches: list[Fetch], store: Store) -> None:
+    store(function(*[f() for f in fetches]))
 
 
 def _store_rows(function: Callable[..., Any], fetches: list[Fetch], rows: Array, name: str) -> None:
@@ -438,12 +449,16 @@ def _bind_with_mask(
 ) -> tuple[Closure, Closure]:
     """An instruction with a second result, a lane mask (a carry)."""
     sdst = instruction.operands.get("sdst")
-    store = mask_store(wave, VCC if sdst is None else sdst.index)
+    store_mask = mask_store(wave, VCC if sdst is None else sdst.index)
+    store = wide_store(rows, record.dst) if rows.shape[0] == 2 else None
 
     def execute() -> None:
         result, mask = function(*[f() for f in fetches])
-        np.copyto(rows, as_rows(result, record.dst), where=wave.lanes)
-        store(mask)
+        if store is not None and wave.all_lanes:
+            store(result)
+        else:
+            np.copyto(rows, as_rows(result, record.dst), where=wave.lanes)
+        store_mask(mask)
 
     return _both(execute)
 

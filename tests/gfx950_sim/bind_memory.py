@@ -280,19 +280,28 @@ def _bind_dma(wave: Wave, instruction: Instruction, record: VmemAccess, locate: 
     offset = instruction.modifiers.get("offset", 0)
     is_buffer = instruction.encoding == "MUBUF"
     registers = wave.scalars
+    plans: dict[int, Plan] = {}
+
+    def plan_for(m0: int, lanes: Array | None) -> Plan:
+        known = plans.get(m0) if lanes is None else None
+        if known is None:
+            where = vmem.dma_lds_address(m0, offset, size, is_buffer)[np.newaxis]
+            known = lds.plan(where, size, lanes, wave)
+            if lanes is None and known.lanes is None:
+                plans[m0] = known
+        return known
 
     def load() -> None:
         wave.current = index
         lanes = wave.active_lanes()
         address, in_range = locate()
         rows = _fetch(wave, address, in_range, size, lanes)
-        where = vmem.dma_lds_address(registers[M0], offset, size, is_buffer)
-        plan = lds.plan(where[np.newaxis], size, lanes, wave)
+        plan = plan_for(registers[M0], lanes)
         operation = Operation(index, "vmcnt", wave.number, dma=(plan, rows))
         lds.start_dma(plan, wave, operation)
         wave.issue(operation)
         if wave.launch.observer is not None:
             _tell(wave, instruction, "global", "dma", address, size, lanes)
-            _tell(wave, instruction, "lds", "dma", where, size, lanes)
+            _tell(wave, instruction, "lds", "dma", plan.addresses, size, plan.lanes)
 
     return load

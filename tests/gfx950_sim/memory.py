@@ -354,7 +354,7 @@ class Memory:
             offsets = address - np.uint64(allocation.base)
             if lanes is not None:
                 offsets *= lanes
-            if int(offsets.max()) <= allocation.size - size:
+            if int(np.maximum.reduce(offsets)) <= allocation.size - size:
                 rows, unwritten = allocation.load(offsets.view(np.int64), size)
                 if unwritten is not None:
                     self._report_unwritten(allocation, address, unwritten, lanes, rows, watcher)

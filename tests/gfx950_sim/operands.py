@@ -109,10 +109,11 @@ def fetcher(wave: Wave, operand: Operand, name: str) -> Fetch:
     if count == 1:  # a 64-bit value in two registers
         low, high = wave.vgpr[operand.index], wave.vgpr[operand.index + 1]
         buffer = np.empty((64, 2), np.uint32)
+        lower, upper, joined = buffer[:, 0], buffer[:, 1], buffer.view(dtype)[:, 0]
 
         def fetch() -> Array:
-            buffer[:, 0], buffer[:, 1] = low, high
-            return buffer.copy().view(dtype)[:, 0]
+            lower[...], upper[...] = low, high
+            return joined
 
         return fetch
     raise UnknownInstruction(f"a source of type {name} in {operand} is not modelled")
@@ -235,16 +236,28 @@ def as_rows(result: Any, name: str) -> Array:
     return narrow.astype(np.uint32)[np.newaxis]
 
 
+def wide_store(rows: Array, name: str) -> Store:
+    """Writes a 64-bit result to two rows, in every lane."""
+    buffer = np.empty((64, 2), np.uint32)
+    joined, halves = buffer.view(DTYPES[name])[:, 0], buffer.T
+
+    def store(result: Any) -> None:
+        joined[...] = result
+        rows[...] = halves
+
+    return store
+
+
 def mask_store(wave: Wave, first: int) -> Store:
     """Writes a lane mask (bool [64]) to a scalar register pair; lanes that are off give 0."""
-    pair = wave.sgpr[first : first + 2]
+    octets = wave.sgpr[first : first + 2].view(np.uint8)
     full = wave.lanes
 
     def store(result: Any) -> None:
-        bits = result & full if not wave.all_lanes else result
+        bits = result if wave.all_lanes else result & full
         if bits.shape != (64,):
             bits = np.broadcast_to(bits, (64,))
-        pair[...] = np.packbits(bits, bitorder="little").view(np.uint32)
+        octets[...] = np.packbits(bits, bitorder="little")
 
     return store
 

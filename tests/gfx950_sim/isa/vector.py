@@ -74,15 +74,15 @@ def low24_i(a: Array) -> Array:
 
 
 def mad_u64_u32(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
-    total = a.astype(np.uint64) * b.astype(np.uint64) + c
+    total = np.multiply(a, b, dtype=np.uint64) + c
     return total, total < c
 
 
 def mad_i64_i32(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
-    product = a.astype(np.int64) * b.astype(np.int64)
+    product = np.multiply(a, b, dtype=np.int64)
     total = product + c
-    overflow = ((product ^ total) & (c ^ total)) < 0
-    return total, (total < 0) ^ overflow  # bit 64 of the 65-bit sum
+    overflow = (product ^ total) & (c ^ total)
+    return total, (total ^ overflow) < 0  # bit 64 of the 65-bit sum
 
 
 def med3(a: Array, b: Array, c: Array) -> Array:
