@@ -83,8 +83,10 @@ void MissingHip(const char* hip_path) {
   setenv("JAX_SPARSE_MLA_HIP_LIBRARY", "/nowhere/libamdhip64.so", 1);
   EXPECT_ERROR(Initialize(call), UNAVAILABLE, "JAX_SPARSE_MLA_HIP_LIBRARY", "/nowhere/");
   EXPECT_ERROR(ExecuteHost(call), UNAVAILABLE, "JAX_SPARSE_MLA_HIP_LIBRARY", "/nowhere/");
-  setenv("JAX_SPARSE_MLA_HIP_LIBRARY", "libm.so.6", 1);
+  const char* not_hip = "libanl.so.1";  // glibc's, and not loaded otherwise
+  setenv("JAX_SPARSE_MLA_HIP_LIBRARY", not_hip, 1);
   EXPECT_ERROR(Initialize(call), UNAVAILABLE, "HIP runtime has no hipGetDevice", "ROCm 6");
+  EXPECT(dlopen(not_hip, RTLD_NOW | RTLD_NOLOAD) == nullptr);
   Call nothing = MakeCall(code, {0});
   EXPECT_OK(ExecuteHost(nothing));
   setenv("JAX_SPARSE_MLA_HIP_LIBRARY", hip_path, 1);

@@ -120,6 +120,11 @@ SHIM_TEST(SymbolAndResourcesMustBelongToTheCode) {
     call.attributes["symbol"] = std::string(symbol);
     EXPECT_ERROR(Initialize(call), INVALID_ARGUMENT, "has no kernel '" + std::string(symbol) + "'");
   }
+  CodeObjectSpec longer;
+  longer.kernels = {"sparse_mla.kd2", "sparse_mla2"};
+  call = MakeCall(NewCode(longer));
+  EXPECT_ERROR(Initialize(call), INVALID_ARGUMENT, "has no kernel 'sparse_mla'");
+
   call = MakeCall(code);
   call.attributes["lds_bytes"] = int32_t{65532};
   EXPECT_ERROR(ExecuteHost(call), INVALID_ARGUMENT,

@@ -27,14 +27,14 @@ void InParallel(Body body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Loads by device since the record was cleared.
-std::map<int, int> Loads() {
-  std::map<int, int> loads;
+// Calls of a HIP function by device since the record was cleared.
+std::map<int, int> CallsOf(const std::string& function) {
+  std::map<int, int> calls;
   SimhipCall call;
   for (uint64_t i = 0; SimulatedHip::Get().get_call(i, &call) == 0; ++i) {
-    if (std::string(call.name) == "hipModuleLoadData") ++loads[call.device];
+    if (function == call.name) ++calls[call.device];
   }
-  return loads;
+  return calls;
 }
 
 SHIM_TEST(ManyThreadsLoadOnceADevice) {
@@ -54,9 +54,11 @@ SHIM_TEST(ManyThreadsLoadOnceADevice) {
       }
       EXPECT(hip.CurrentDevice() == 0);
     });
-    const std::map<int, int> loads = Loads();
-    EXPECT(static_cast<int>(loads.size()) == devices);
-    for (const auto& [device, count] : loads) EXPECT(count == 1);
+    for (const char* function : {"hipModuleLoadData", "hipModuleGetFunction"}) {
+      const std::map<int, int> calls = CallsOf(function);
+      EXPECT(static_cast<int>(calls.size()) == devices);
+      for (const auto& [device, count] : calls) EXPECT(count == 1);
+    }
     EXPECT(hip.launch_count() == launches + kThreads * kRounds);
   }
 }
@@ -75,7 +77,7 @@ SHIM_TEST(ThreadsWithManyCodeObjects) {
     }
   });
   int total = 0;
-  for (const auto& [device, count] : Loads()) total += count;
+  for (const auto& [device, count] : CallsOf("hipModuleLoadData")) total += count;
   EXPECT(total == 2 * kCodes);
 }
 
