@@ -79,6 +79,8 @@ class LdsMemory:
         # finished without the wait that covered it first.
         self.done = np.zeros(1 << 12, np.int32)
         self.alternative = np.zeros(1 << 12, np.int32)
+        self._owner = np.full(1 << 12, -1, np.int32)
+        self._is_dma = np.zeros(1 << 12, bool)
         self._operations: list[Operation | None] = []
         self.start_workgroup()
 
@@ -190,10 +192,12 @@ class LdsMemory:
             return
         number = len(self._operations)
         if number == self.done.size:
-            self.done = np.concatenate([self.done, np.zeros_like(self.done)])
-            self.alternative = np.concatenate([self.alternative, np.zeros_like(self.alternative)])
+            for name in ("done", "alternative", "_owner", "_is_dma"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, old]))
         self._operations.append(operation)
         self.done[number] = self.alternative[number] = UNFINISHED
+        self._owner[number], self._is_dma[number] = wave.number, operation.dma is not None
         operation.lds_id, operation.epoch = number, wave.epoch
 
     def _newest_unremarkable(self, wave: LdsWave) -> int:
@@ -220,10 +224,13 @@ class LdsMemory:
         writers = self._writer.take(granules)
         if _largest(self.alternative.take(writers)) > newest:
             self._examine(writers, granules, wave, operation, "written", "written")
-        waves = range(len(self._others)) if operation.dma is not None else self._others[wave.number]
-        for other in waves:
+        for other in self._others[wave.number]:
             readers = self._readers[other].take(granules)
             if _largest(self.alternative.take(readers)) > newest:
+                self._examine(readers, granules, wave, operation, "written", "read")
+        if operation.dma is not None:
+            readers = self._readers[wave.number].take(granules)
+            if _largest(self.done.take(readers)) == UNFINISHED:
                 self._examine(readers, granules, wave, operation, "written", "read")
         self._writer[granules] = operation.lds_id
 
@@ -237,6 +244,15 @@ class LdsMemory:
         before: str,
     ) -> None:
         """Judge each earlier access that meets this one."""
+        # The own wave's accesses are in order, but for DMA loads.
+        dma = self._is_dma.take(earlier) if operation.dma is None else True
+        foreign = self._owner.take(earlier) != wave.number
+        recent = self.alternative.take(earlier)
+        keep = foreign & (recent > self._newest_unremarkable(wave))
+        keep |= (recent == UNFINISHED) & dma
+        if not keep.any():
+            return
+        earlier, granules = earlier[keep], granules[keep]
         for number in np.unique(earlier):
             other = self._operations[number]
             if other is operation or number == _NOBODY:
@@ -246,8 +262,9 @@ class LdsMemory:
                     self._report("uninitialized_lds", "", earlier == number, granules, wave)
                 continue
             done = int(self.done[number])
-            dma = other.dma is not None or operation.dma is not None
-            if other.wave == wave.number and not (dma and done == UNFINISHED):
+            # Two DMA loads of a wave return in order, as its LDS instructions do.
+            mixed = (other.dma is None) != (operation.dma is None)
+            if other.wave == wave.number and not (mixed and done == UNFINISHED):
                 if other.dma is not None:
                     self._learn_wait(other, wave, UNFINISHED)
                 continue
