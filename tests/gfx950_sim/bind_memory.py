@@ -98,11 +98,12 @@ def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure
     def plan() -> Plan:
         """LDS addresses seldom change from one iteration of a loop to the next: the last few plans are kept."""
         if not wave.all_lanes:
-            return lds.plan(locate(vaddr, offset0, offset1), size, wave.lanes.copy(), wave)
+            lanes = wave.lanes.copy()
+            return lds.plan(locate(vaddr, offset0, offset1), size, lanes, wave, record.align)
         key = vaddr.tobytes()
         known = plans.get(key)
         if known is None:
-            known = lds.plan(locate(vaddr, offset0, offset1), size, None, wave)
+            known = lds.plan(locate(vaddr, offset0, offset1), size, None, wave, record.align)
             if known.lanes is not None:  # faulty: to be reported each time
                 return known
             if len(plans) >= _PLANS:

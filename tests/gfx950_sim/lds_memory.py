@@ -92,12 +92,14 @@ class LdsMemory:
         self.done[:2] = self.alternative[:2] = (UNFINISHED, -1)
         self._operations = [None, None]
 
-    def plan(self, addresses: Array, size: int, lanes: Array | None, wave: LdsWave) -> "Plan":
+    def plan(
+        self, addresses: Array, size: int, lanes: Array | None, wave: LdsWave, align: int = 4
+    ) -> "Plan":
         """Check byte addresses (uint32 [k, 64], size bytes each) and find what they touch.
 
         Lanes outside the LDS or misaligned are reported and left out.
         """
-        chosen = self._check_bounds(addresses, size, lanes, wave)
+        chosen = self._check_bounds(addresses, size, lanes, wave, min(size, align))
         index, granules = [], []
         steps = _STEPS_OF[4 if size >= 4 else 1, size]
         shift = np.uint32(2 if size >= 4 else 0)
@@ -160,7 +162,7 @@ class LdsMemory:
         return index
 
     def _check_bounds(
-        self, addresses: Array, size: int, lanes: Array | None, wave: LdsWave
+        self, addresses: Array, size: int, lanes: Array | None, wave: LdsWave, align: int
     ) -> Array | None:
         """Lanes that are on and inside the LDS; None: all 64."""
         active = addresses if lanes is None else addresses[:, lanes]
@@ -174,13 +176,17 @@ class LdsMemory:
             detail = f"{size} bytes, the workgroup has {self.size}"
             wave.report("lds_bounds", detail, lane, address)
             lanes = inside if lanes is None else inside & lanes
-        align = min(size, 4)
         if align > 1 and int(np.bitwise_or.reduce(active, axis=None)) & align - 1:
             bad = (addresses & np.uint32(align - 1) != 0).any(axis=0)
             bad = bad if lanes is None else bad & lanes
             if bad.any():
                 lane = int(bad.argmax())
-                wave.report("misaligned", f"{size} bytes", lane, int(addresses[:, lane].max()))
+                wave.report(
+                    "misaligned",
+                    f"{size} bytes, not a multiple of {align}",
+                    lane,
+                    int(addresses[:, lane].max()),
+                )
                 lanes = ~bad if lanes is None else lanes & ~bad
         return lanes
 

@@ -72,6 +72,8 @@ class LdsAccess:
     size: int = 4
     addresses: Callable[..., Any] | None = None
     result: Callable[..., Any] | None = None
+    align: int = 4
+    """Address alignment that a wide access needs (a narrow one: its size)."""
     full_exec: bool = False
     """With a lane off the hardware's result is not defined: reported (transposed reads)."""
     reads_dst: bool = False
