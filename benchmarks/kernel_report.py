@@ -225,7 +225,7 @@ class Measured:
         options = []
         for entries in (128, 256):
             splits = LONG // entries
-            clocks = self.play(entries, 1, latency=p.hbm_latency).clocks
+            clocks = self.play(entries, 1, latency=p.idle_latency).clocks
             microseconds = p.launch_us + (p.workgroup_start + clocks) / (p.clock_ghz * 1000)
             options.append(Decode(splits, microseconds + self._merge(1, splits)))
         return min(options, key=lambda option: option.microseconds)
@@ -372,9 +372,7 @@ def print_classes(name: str, measured: Measured) -> None:
 
 def print_sensitivity(measured: Measured, baseline: Measured | None) -> None:
     """Prints clocks a tile, and against the baseline, with each parameter 30% lower and higher."""
-    print(
-        f"\n{'parameter':18}{'value':>9}  clocks a tile at -30% and +30% (against the baseline)"
-    )
+    print(f"\n{'parameter':18}{'value':>9}  clocks a tile at -30% and +30% (against the baseline)")
     for name, value, unit, _ in Parameters.rows():
         line = f"{name:18}{value:>9g}"
         for factor in (0.7, 1.3):

@@ -35,7 +35,9 @@ class Parameters:
     issue: float = _parameter(4, "clocks", _ISSUE + "; a wave issues one instruction in them")
     valu: float = _parameter(4, "clocks", _ISSUE)
     transcendental: float = _parameter(
-        16, "clocks", "quarter rate: AMD GCN3 ISA; " + _LLVM + " gives latency 4 x 4"
+        16,
+        "clocks",
+        "a quarter of the rate: AMD OpenCL optimisation guide, GCN; " + _LLVM + " has latency 16",
     )
     lane_swap: float = _parameter(
         8, "clocks", "v_permlane16/32_swap write two registers; " + _LLVM + ": 2 micro-ops"
@@ -50,10 +52,12 @@ class Parameters:
     )
     salu: float = _parameter(4, "clocks", _LLVM)
     taken_branch: float = _parameter(
-        16, "clocks", "AMD GCN3 ISA guide: a taken branch takes 16 clocks, one not taken 4"
+        16, "clocks", "AMD OpenCL optimisation guide, GCN: a jump costs 16 clocks"
     )
     scalar_latency: float = _parameter(
-        200, "clocks", "Chips and Cheese, MI300X: scalar cache miss to L2; hits are faster"
+        200,
+        "clocks",
+        "assumed: a hit in the scalar cache's L2 line; loops here have no scalar load",
     )
     lds_latency: float = _parameter(
         56, "clocks", _PYHIP + ": 64 for b128 and 52 for b32, with the data's own clocks"
@@ -70,30 +74,31 @@ class Parameters:
     barrier: float = _parameter(
         16, "clocks", "assumed: message to the scheduler and back, 4 issue slots"
     )
-    address: float = _parameter(
-        16, "clocks", "AMD GCN3 ISA guide: the texture addresser takes 4 lanes a clock"
-    )
+    address: float = _parameter(4, "clocks", "AMD GCN white paper: addresses of 16 lanes a clock")
     l1_line: float = _parameter(
-        2, "clocks", "CDNA3/4: 128-byte lines, 64 bytes a clock a CU from L1"
+        2, "clocks", "AMD CDNA 3 white paper: lines of 128 bytes, 64 bytes a clock from L1"
     )
     l2_bytes: float = _parameter(
-        64, "bytes a clock a CU", "CDNA3/4 white papers: 2 KB a clock an XCD, 32 CUs"
+        64, "bytes a clock a CU", "AMD CDNA 3 white paper: 2 KB a clock an XCD, here for 32 CUs"
     )
     hbm_bytes: float = _parameter(
         11.7, "bytes a clock a CU", "7.2 of 8 TB/s reached (facts of the machine), over 256 CUs"
     )
-    l2_latency: float = _parameter(500, "clocks", _KERNEL + "; MI300X L2 about 300, with queues")
-    hbm_latency: float = _parameter(
-        2000, "clocks", _KERNEL + "; MI300X unloaded about 1,700 (Chips and Cheese)"
+    l2_latency: float = _parameter(500, "clocks", _KERNEL + "; L2 or Infinity Cache, with queues")
+    hbm_latency: float = _parameter(2000, "clocks", _KERNEL + "; HBM under load")
+    idle_latency: float = _parameter(
+        800, "clocks", "HBM with nothing else running: " + _PYHIP + ", 500 to 800"
     )
     stagger: float = _parameter(
         300, "clocks", "assumed: two workgroups of a CU do not start at once"
     )
     workgroup_start: float = _parameter(
-        1000, "clocks", "assumed: dispatch, first instruction fetch, kernel arguments"
+        500, "clocks", "assumed: dispatch and first instruction fetch"
     )
     launch_us: float = _parameter(
-        1.5, "microseconds", "assumed: one kernel after another on a stream, graph replay"
+        1.5,
+        "microseconds",
+        "a whole small kernel takes 2.2 in a graph on MI355X (ROCm/aiter pull request 5332)",
     )
 
     def scaled(self, name: str, factor: float) -> "Parameters":
@@ -106,6 +111,12 @@ class Parameters:
         for entry in fields(cls):
             assert isinstance(entry.default, int | float)  # each is made by _parameter
             yield entry.name, entry.default, entry.metadata["unit"], entry.metadata["source"]
+
+    @classmethod
+    def table(cls) -> str:
+        """The parameters as COSTS.md has them."""
+        head = "| parameter | value | unit | source |\n|---|---|---|---|\n"
+        return head + "".join(f"| {n} | {v:g} | {u} | {s} |\n" for n, v, u, s in cls.rows())
 
 
 MFMA_PASSES = {

@@ -15,7 +15,7 @@ from gfx950_sim.banks import CROSSBAR
 from gfx950_sim.costs import Cost, Parameters, Unit, cost_of
 from gfx950_sim.decode import NO_WAIT
 from gfx950_sim.program import Program, rows_of
-from gfx950_sim.recording import Demand, WaveTrace
+from gfx950_sim.recording import LINE_BYTES, Demand, WaveTrace
 
 SIMDS = 4
 LDS_PORTS = 2
@@ -364,9 +364,11 @@ class _ComputeUnit:
 
     def memory(self, wave: _Wave, entry: _Static, now: float, demand: Demand) -> None:
         p = self.p
-        self.address_free = now + p.address
-        begin = max(self.address_free, self.line_free)
-        self.line_free = begin + demand.lines * p.l1_line
+        # One instruction may stand between the address unit and a busy L1; the next waits at issue.
+        self.address_free = max(now + p.address, self.line_free)
+        begin = max(now + p.address, self.line_free)
+        data = demand.bytes * p.l1_line / LINE_BYTES
+        self.line_free = begin + max(demand.lines * p.l1_line, data)
         moving = max(begin, self.memory_free)
         clocks = demand.bytes / self.bandwidth
         self.memory_free = moving + clocks
