@@ -10,7 +10,13 @@ from jax import Array
 from jax_sparse_mla import platform
 from jax_sparse_mla.kernel.contract import HEADS_PER_GROUP
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
-from jax_sparse_mla.reference import Tiling, nothing, sparse_mla_reference
+from jax_sparse_mla.reference import (
+    CPU_TILING,
+    GPU_TILING,
+    GPU_TILING_FLOAT32,
+    nothing,
+    sparse_mla_reference,
+)
 
 MAX_INDICES = 2**31 - 1024
 """Positions in the folded index stream are int32, and the last tile may look past the end."""
@@ -90,7 +96,7 @@ def unfold(rows: tuple[int, ...], out: Array, lse: Array) -> tuple[Array, Array]
 
 def run_reference(
     *operands: Array,
-    tiling: Tiling,
+    on_gpu: bool,
     num_splits: int | None,
     has_invalid: bool,
     implementation: str | None,
@@ -98,6 +104,10 @@ def run_reference(
 ) -> tuple[Array, Array]:
     """The op through the reference; it has no use for splits nor for the hint on masked entries."""
     shape, folded = fold(*operands)
+    tiling = CPU_TILING
+    if on_gpu:
+        exact = params["scale_format"] == "pow2" or operands[2].dtype == jnp.bfloat16
+        tiling = GPU_TILING if exact else GPU_TILING_FLOAT32
     return unfold(shape, *sparse_mla_reference(*folded, tiling=tiling, **params))
 
 

@@ -30,9 +30,9 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_sparse_mla import platform
+from jax_sparse_mla.kernel.contract import LATENT_DIM
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.lowering import run_kernel, run_reference
-from jax_sparse_mla.reference import CPU_TILING, GPU_TILING, LATENT_DIM, Tiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,21 +286,20 @@ def _lower(run: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
     return mlir.lower_fun(functools.partial(run, **params), multiple_results=True)(ctx, *operands)
 
 
-def _lower_rule(tiling: Tiling, on_rocm: bool, ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_rule(lowered_for: str, ctx: Any, *operands: Any, **params: Any) -> Any:
     implementation = params["implementation"]
     if implementation is None:
         records = ctx.avals_in[2].dtype != jnp.bfloat16
-        kernel = on_rocm and records and platform.use_kernel_on_rocm()
+        kernel = lowered_for == "rocm" and records and platform.use_kernel_on_rocm()
         implementation = "kernel" if kernel else "reference"
     if implementation == "kernel":
         return _lower(run_kernel, ctx, *operands, **params)
-    return _lower(functools.partial(run_reference, tiling=tiling), ctx, *operands, **params)
+    reference = functools.partial(run_reference, on_gpu=lowered_for in ("cuda", "rocm"))
+    return _lower(reference, ctx, *operands, **params)
 
 
-mlir.register_lowering(sparse_mla_p, functools.partial(_lower_rule, CPU_TILING, False))
-mlir.register_lowering(
-    sparse_mla_p, functools.partial(_lower_rule, GPU_TILING, False), platform="cuda"
-)
-mlir.register_lowering(
-    sparse_mla_p, functools.partial(_lower_rule, GPU_TILING, True), platform="rocm"
-)
+mlir.register_lowering(sparse_mla_p, functools.partial(_lower_rule, "default"))
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(
+        sparse_mla_p, functools.partial(_lower_rule, _platform), platform=_platform
+    )

@@ -1,40 +1,47 @@
 """The jnp lowering: sparse multi-head latent attention on any platform, written to be read.
 
-What it computes, for row r with the entries ``indices[row_begin[r] : row_end[r]]`` that lie in ``0
-.. rows - 1``::
+What it computes, for row r with the entries ``indices[row_begin[r] : row_end[r]]`` that lie in
+``0 .. rows - 1``::
 
     logits[h, t] = softmax_scale * (q_latent[r, h] . latent[t] + q_rope[r, h] . rope[t])
     lse[r, h]    = log(sum_t exp(logits[h, t]))
     out[r, h]    = sum_t exp(logits[h, t] - lse[r, h]) * latent[t]
 
-How: a block of rows at a time, and for each block one tile of entries after the other, with the
+How: one block of rows after the other, and within it one tile of entries after the other, with the
 running maximum, sum and output of the online softmax (Milakov and Gimelshein, arXiv:1805.02867).
-Nothing of the size of (rows, entries) is ever held, and a block stops at its longest row.
+Nothing of the size of (rows, entries) is ever held, and a block stops at its longest row. How a row
+is cut depends on the row alone, so its result is the same bits beside any other rows.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
+from jax_sparse_mla.kernel.contract import LATENT_DIM, ROPE_DIM
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
-
-LATENT_DIM = 512
-ROPE_DIM = 64
-SCALE_BLOCK = 128
 
 
 class Tiling(NamedTuple):
-    """How the work is cut, and the type of the two matrix products' operands; the result is always
-    float32 inside."""
+    """How the work is cut."""
 
     rows: int
+    """Rows a block."""
     entries: int
-    dtype: jnp.dtype
+    """Entries a tile."""
+    dtype: DTypeLike
+    """Operands of the matrix products; everything else is float32."""
+    decode_first: int | None
+    """Decode the whole cache first where the entries are at least so many times its records."""
 
 
-CPU_TILING = Tiling(rows=8, entries=128, dtype=jnp.dtype(jnp.float32))
-GPU_TILING = Tiling(rows=64, entries=512, dtype=jnp.dtype(jnp.bfloat16))
+# On a CPU one row's matrix products keep a core busy, and their operands fit its cache.
+CPU_TILING = Tiling(rows=1, entries=128, dtype=jnp.float32, decode_first=None)
+# On a GPU a launch has to be large; e4m3 times a power of two is exact in bfloat16.
+GPU_TILING = Tiling(rows=64, entries=2048, dtype=jnp.bfloat16, decode_first=8)
+# Any other scale is not.
+GPU_TILING_FLOAT32 = Tiling(rows=16, entries=2048, dtype=jnp.float32, decode_first=None)
 
 
 def sparse_mla_reference(
@@ -60,7 +67,7 @@ def sparse_mla_reference(
       row_begin: [n] int32, within 0 .. nnz.
       row_end: [n] int32, within 0 .. nnz; a row with begin >= end is empty.
       softmax_scale: factor of the logits.
-      scale_format: ``"pow2"`` or ``"float32"``.
+      scale_format: which scales a record may have, ``"pow2"`` or ``"float32"``.
       partial: float32 out, to be merged with other parts, instead of bfloat16.
       tiling: how to cut the work.
 
@@ -72,136 +79,109 @@ def sparse_mla_reference(
     if 0 in (n, num_heads, kv.shape[0], indices.shape[0]):
         return out, lse
 
-    # Rows of similar length share a block, so that no short row waits for a long one. Rows past n
-    # repeat the last one's number plus one: they read an arbitrary row and write nothing.
-    num_blocks = -(-n // tiling.rows)
+    # Rows of similar length share a block, so that no short row waits for a long one. What fills
+    # the last block up has number n: it reads some row, with no entry, and writes nothing.
     length = jnp.maximum(row_end - row_begin, 0)
-    order = jnp.argsort(length).astype(jnp.int32)
-    order = jnp.pad(order, (0, num_blocks * tiling.rows - n), constant_values=n)
+    num_blocks = -(-n // tiling.rows)
+    order = jnp.arange(n, dtype=jnp.int32)
+    if tiling.rows > 1:
+        order = jnp.argsort(length).astype(jnp.int32)
+        order = jnp.pad(order, (0, num_blocks * tiling.rows - n), constant_values=n)
+
+    num_records = kv.shape[0]
+    cache: tuple[Array, ...] = (kv,)
+    often = tiling.decode_first and indices.shape[0] >= tiling.decode_first * num_records
+    if often and kv.dtype != jnp.bfloat16:
+        cache = tuple(part.astype(tiling.dtype) for part in decode(kv, scale_format))
+
+    def attend(rows: Array) -> tuple[Array, Array]:
+        """One block: rows [R] -> float32 out [R, H, 512] and lse [R, H]."""
+        begin = row_begin.at[rows].get(mode="clip")[:, None]
+        end = jnp.where(rows < n, length.at[rows].get(mode="clip"), 0)[:, None]
+        q_nope = _bfloat16(q_bits[0].at[rows].get(mode="clip")[..., :LATENT_DIM])
+        q_pe = _bfloat16(q_bits[1].at[rows].get(mode="clip")[..., -ROPE_DIM:])
+        # A query that is not finite has no meaningful answer, whatever its products come to.
+        finite = jnp.isfinite(q_nope).all(-1) & jnp.isfinite(q_pe).all(-1)
+        q_nope = jnp.where(finite[..., None], q_nope, jnp.nan).astype(tiling.dtype)
+        q_pe = q_pe.astype(tiling.dtype)
+
+        def tile(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+            first, top, total, out = carry
+            entry = first + jnp.arange(tiling.entries, dtype=jnp.int32)
+            inside = entry < end
+            slot = _take(indices, jnp.where(inside, begin + entry, 0))
+            valid = inside & (slot >= 0) & (slot < num_records)
+            records = [_take(part, jnp.where(valid, slot, 0)) for part in cache]
+            latent, rope = records if len(records) == 2 else decode(records[0], scale_format)
+            # A masked entry reads record 0, whatever that holds; its values must go as its logits
+            # must, for 0 * NaN is NaN.
+            latent = jnp.where(valid[..., None], latent, 0).astype(tiling.dtype)
+            rope = jnp.where(valid[..., None], rope, 0).astype(tiling.dtype)
+
+            logits = _dot("rhd,rtd->rth", q_nope, latent) + _dot("rhd,rtd->rth", q_pe, rope)
+            logits = jnp.where(valid[..., None], logits * jnp.float32(softmax_scale), -jnp.inf)
+            new_top = jnp.maximum(top, logits.max(1))
+            # Until a row has met a valid entry its maximum is -inf, and -inf - -inf is NaN.
+            base = jnp.where(new_top == -jnp.inf, 0, new_top)
+            shrink = jnp.exp(top - base)
+            p = jnp.exp(logits - base[:, None])
+            weighted = _dot("rth,rtd->rhd", p.astype(tiling.dtype), latent)
+            total = total * shrink + p.sum(1)
+            return first + tiling.entries, new_top, total, out * shrink[..., None] + weighted
+
+        zero, minus_infinity = nothing(q_nope, partial=True)
+        start = jnp.int32(0), minus_infinity, jnp.zeros_like(minus_infinity), zero
+        longest = end.max()
+        _, top, total, out = lax.while_loop(lambda carry: carry[0] < longest, tile, start)
+        return jnp.where(total[..., None] == 0, 0, out / total[..., None]), top + jnp.log(total)
+
+    # XLA on the CPU makes a float32 copy of a whole bfloat16 array that a loop reads from or writes
+    # to, in every iteration. It leaves uint16 alone.
+    q_bits = [lax.bitcast_convert_type(q, jnp.uint16) for q in (q_latent, q_rope)]
+    bits = out if partial else lax.bitcast_convert_type(out, jnp.uint16)
 
     def block(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
         rows = lax.dynamic_slice(order, (i * tiling.rows,), (tiling.rows,))
-        q = jnp.concatenate(
-            [_rows(q_latent, rows)[..., :LATENT_DIM], _rows(q_rope, rows)[..., -ROPE_DIM:]], -1
-        )
-        block_out, block_lse = _attend(
-            q,
-            kv,
-            indices,
-            _rows(row_begin, rows),
-            jnp.where(rows < n, _rows(length, rows), 0),
-            softmax_scale,
-            scale_format,
-            tiling,
-        )
-        out, lse = results
+        out, lse = attend(rows)
+        if not partial:
+            out = lax.bitcast_convert_type(out.astype(jnp.bfloat16), jnp.uint16)
         return (
-            out.at[rows].set(block_out.astype(out.dtype), mode="drop", unique_indices=True),
-            lse.at[rows].set(block_lse, mode="drop", unique_indices=True),
+            results[0].at[rows].set(out, mode="drop", unique_indices=True),
+            results[1].at[rows].set(lse, mode="drop", unique_indices=True),
         )
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(num_blocks), block, (out, lse))
+    bits, lse = lax.fori_loop(jnp.int32(0), jnp.int32(num_blocks), block, (bits, lse))
+    return bits if partial else _bfloat16(bits), lse
 
 
-def nothing(q_latent: Array, partial: bool) -> tuple[Array, Array]:
-    """The result for q_latent [n, H, ...] without a valid entry: out 0 [n, H, 512], lse -inf [n,
-    H].
+def nothing(q: Array, partial: bool) -> tuple[Array, Array]:
+    """The result for q [n, H, ...] without a valid entry: out 0 [n, H, 512], lse -inf [n, H].
 
-    Made from q_latent and not from its shape, so that in ``shard_map`` it varies over the same
-    axes.
+    Made from q and not from its shape, so that in ``shard_map`` it varies over the same axes.
     """
     out_dtype = jnp.float32 if partial else jnp.bfloat16
-    shape = q_latent.shape[:2]
     return (
-        jnp.zeros_like(q_latent, out_dtype, (*shape, LATENT_DIM)),
-        jnp.full_like(q_latent, -jnp.inf, jnp.float32, shape),
+        jnp.zeros_like(q, out_dtype, (*q.shape[:2], LATENT_DIM)),
+        jnp.full_like(q, -jnp.inf, jnp.float32, q.shape[:2]),
     )
 
 
-def _rows(x: Array, rows: Array) -> Array:
-    return x.at[rows].get(mode="clip")
+def decode(record: Array, scale_format: ScaleFormat) -> tuple[Array, Array]:
+    """The latent [..., 512] and rope [..., 64], float32, of records [..., 656] of one-byte dtype.
 
-
-def _attend(
-    q: Array,
-    kv: Array,
-    indices: Array,
-    begin: Array,
-    length: Array,
-    softmax_scale: float,
-    scale_format: ScaleFormat,
-    tiling: Tiling,
-) -> tuple[Array, Array]:
-    """One block of rows: q [R, H, 576], begin and length [R] -> float32 out [R, H, 512], lse [R,
-    H]."""
-    # A query that is not finite has no meaningful answer, whatever its inner products come to.
-    q = jnp.where(jnp.isfinite(q).all(-1, keepdims=True), q, jnp.nan).astype(tiling.dtype)
-    longest = length.max()
-
-    def tile(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        first, top, total, out = carry
-        entry = first + jnp.arange(tiling.entries, dtype=jnp.int32)
-        inside = entry < length[:, None]
-        slot = indices.at[jnp.where(inside, begin[:, None] + entry, 0)].get(
-            mode="promise_in_bounds"
-        )
-        valid = inside & (slot >= 0) & (slot < kv.shape[0])
-        record = kv.at[jnp.where(valid, slot, 0)].get(mode="promise_in_bounds")
-        # Masked entries read record 0, whatever it holds: its values must go as well as its logits,
-        # for 0 * NaN is NaN.
-        values = jnp.where(valid[..., None], decode(record, scale_format), 0).astype(tiling.dtype)
-        logits = _dot("rhd,rtd->rht", q, values) * jnp.float32(softmax_scale)
-        logits = jnp.where(valid[:, None, :], logits, -jnp.inf)
-
-        new_top = jnp.maximum(top, logits.max(-1))
-        # While a row has met no valid entry its maximum is -inf, and -inf - -inf is NaN.
-        base = jnp.where(new_top == -jnp.inf, 0, new_top)
-        shrink = jnp.exp(top - base)
-        p = jnp.exp(logits - base[..., None])
-        weighted = _dot("rht,rtd->rhd", p.astype(tiling.dtype), values[..., :LATENT_DIM])
-        return (
-            first + tiling.entries,
-            new_top,
-            total * shrink + p.sum(-1),
-            out * shrink[..., None] + weighted,
-        )
-
-    rows, num_heads, _ = q.shape
-    carry = (
-        jnp.int32(0),
-        jnp.full_like(q, -jnp.inf, jnp.float32, (rows, num_heads)),
-        jnp.zeros_like(q, jnp.float32, (rows, num_heads)),
-        jnp.zeros_like(q, jnp.float32, (rows, num_heads, LATENT_DIM)),
-    )
-    _, top, total, out = lax.while_loop(lambda carry: carry[0] < longest, tile, carry)
-    out = jnp.where(total[..., None] == 0, 0, out / total[..., None])
-    return out, top + jnp.log(total)
-
-
-def _dot(subscripts: str, x: Array, y: Array) -> Array:
-    return jnp.einsum(
-        subscripts, x, y, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
-    )
-
-
-def decode(record: Array, scale_format: ScaleFormat) -> Array:
-    """Float32 [..., 576] of records [..., 656] of one-byte dtype: 512 e4m3fn, 4 float32 scales, 64
-    bfloat16.
-
-    A [..., 576] bfloat16 record is an unquantised one and only changes its dtype.
+    512 e4m3fn codes, 4 float32 scales, 64 bfloat16. A scale that the format does not allow makes
+    its latents NaN. A [..., 576] bfloat16 record is an unquantised one and is only cut in two.
     """
     if record.dtype == jnp.bfloat16:
-        return record.astype(jnp.float32)
+        return record[..., :LATENT_DIM], record[..., LATENT_DIM:]
     record = lax.bitcast_convert_type(record, jnp.uint8)
     leading = record.shape[:-1]
     scale = lax.bitcast_convert_type(record[..., 512:528].reshape(*leading, 4, 4), jnp.float32)
     scale = jnp.where(_allowed(scale, scale_format), scale, jnp.nan)
-    code = record[..., :512].reshape(*leading, 4, SCALE_BLOCK)
-    latent = (decode_e4m3fn(code) * scale[..., None]).reshape(*leading, LATENT_DIM)
-    rope = lax.bitcast_convert_type(
-        record[..., 528:].reshape(*leading, ROPE_DIM, 2), jnp.bfloat16
-    ).astype(jnp.float32)
-    return jnp.concatenate([latent, rope], -1)
+    value = decode_e4m3fn(record[..., :512]).reshape(*leading, 4, 128)
+    rope = lax.bitcast_convert_type(record[..., 528:].reshape(*leading, ROPE_DIM, 2), jnp.bfloat16)
+    latent = (value * scale[..., None]).reshape(*leading, LATENT_DIM)
+    return latent, rope.astype(jnp.float32)
 
 
 def _allowed(scale: Array, scale_format: ScaleFormat) -> Array:
@@ -213,15 +193,31 @@ def _allowed(scale: Array, scale_format: ScaleFormat) -> Array:
 
 
 def decode_e4m3fn(code: Array) -> Array:
-    """Float32 values of e4m3fn codes (uint8), by moving their bits: 4 bits of exponent (bias 7), 3
-    of mantissa."""
+    """Float32 values of e4m3fn codes (uint8): sign, 4 bits of exponent of bias 7, 3 of mantissa.
+
+    The bits are moved to where float32 has them. (OCP 8-bit floating point specification, 1.0.)
+    """
     bits = code.astype(jnp.uint32)
     magnitude = bits & 0x7F
-    normal = (magnitude << 20) + jnp.uint32((127 - 7) << 23)
     value = jnp.where(
-        magnitude < 8,
+        magnitude < 8,  # subnormal: multiples of 2^-9
         magnitude.astype(jnp.float32) * jnp.float32(2**-9),
-        lax.bitcast_convert_type(normal, jnp.float32),
+        lax.bitcast_convert_type((magnitude << 20) + jnp.uint32((127 - 7) << 23), jnp.float32),
     )
     value = jnp.where(magnitude == 0x7F, jnp.nan, value)
     return jnp.where(bits >= 0x80, -value, value)
+
+
+def _dot(subscripts: str, x: Array, y: Array) -> Array:
+    # Without HIGHEST a GPU would round float32 operands to 11 bits.
+    return jnp.einsum(
+        subscripts, x, y, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
+    )
+
+
+def _take(x: Array, rows: Array) -> Array:
+    return x.at[rows].get(mode="promise_in_bounds")
+
+
+def _bfloat16(bits: Array) -> Array:
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
