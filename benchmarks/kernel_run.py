@@ -4,6 +4,7 @@ cost model needs."""
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import gfx950_sim
@@ -81,7 +82,16 @@ class SparseMla:
                 f"{self.kernel.symbol} takes arguments of {sizes} bytes: unknown launch"
             )
         self._ours = sizes == ours
-        self.program: Program = load_program(self.kernel.code)
+
+    @cached_property
+    def program(self) -> Program:
+        """The decoded machine code.
+
+        Raises:
+          UnknownInstruction: it holds something the simulator does not know, such as a spill to
+            scratch memory.
+        """
+        return load_program(self.kernel.code)
 
     @property
     def waves(self) -> int:

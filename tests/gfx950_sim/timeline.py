@@ -64,7 +64,7 @@ class Estimate:
 
     def utilisation(self) -> dict[str, float]:
         """Share of the time in which each unit worked."""
-        units = {"VALU": SIMDS, "MFMA": SIMDS, "LDS": LDS_PORTS, "memory": 1}
+        units = {"VALU": SIMDS, "MFMA": SIMDS, "LDS": LDS_PORTS, "L1": 1, "memory": 1}
         return {name: self.busy[name] / (self.clocks * n) for name, n in units.items()}
 
     def clocks_per_iteration(self, skip: int = 1) -> float:
@@ -368,7 +368,9 @@ class _ComputeUnit:
         self.address_free = max(now + p.address, self.line_free)
         begin = max(now + p.address, self.line_free)
         data = demand.bytes * p.l1_line / LINE_BYTES
-        self.line_free = begin + max(demand.lines * p.l1_line, data)
+        lines = max(demand.lines * p.l1_line, data)
+        self.line_free = begin + lines
+        self.estimate.busy["L1"] += lines
         moving = max(begin, self.memory_free)
         clocks = demand.bytes / self.bandwidth
         self.memory_free = moving + clocks
