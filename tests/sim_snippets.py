@@ -40,6 +40,8 @@ class Snippet:
     """Vector registers to return."""
     exec_mask: int = ALL_LANES
     lds_bytes: int = 0
+    private_bytes: int = 0
+    fp16_overflow: bool = False
     memory: Array | None = None
     """Memory the code may read and write, in place."""
 
@@ -97,7 +99,9 @@ class Runner:
         self.snippets = dict(snippets)
         self._symbols = {name: f"snippet_{i}" for i, name in enumerate(snippets)}
         kernels = {
-            self._symbols[n]: Assembly(_body(s), arguments=3, lds_bytes=s.lds_bytes, block_size=64)
+            self._symbols[n]: Assembly(
+                _body(s), 3, s.lds_bytes, s.private_bytes, s.fp16_overflow, block_size=64
+            )
             for n, s in snippets.items()
         }
         self._code = CodeObject(assemble(kernels))

@@ -211,6 +211,36 @@ with np.errstate(all="ignore"):
         ),
         halves[:, 1].astype(np.float32),
     )
+
+    # MODE.FP16_OVFL: overflow is the largest number; true infinities stay in f16, not in fp8.
+    def saturated(values, dtype, keep_infinity=False) -> np.ndarray:
+        limit = float(ml_dtypes.finfo(dtype).max)
+        clipped_values = np.clip(values, -limit, limit)
+        if keep_infinity:
+            clipped_values = np.where(np.isinf(values), values, clipped_values)
+        return np.where(np.isnan(values), values, clipped_values).astype(np.float32).astype(dtype)
+
+    both = np.stack([EDGES, OTHERS], -1).astype(np.float64)
+    for small, dtype in SMALL.items():
+        case(
+            f"cvt_pk_{small}_f32 FP16_OVFL",
+            Snippet(f"v_cvt_pk_{small}_f32 v0, v1, v2", two, fp16_overflow=True),
+            into_half(saturated(both, dtype), 0, dtype),
+        )
+        case(
+            f"cvt_scalef32_pk_{small}_f32 FP16_OVFL",
+            Snippet(
+                f"v_cvt_scalef32_pk_{small}_f32 v0, v1, v2, 0.5 op_sel:[0,0,0,1]",
+                two,
+                fp16_overflow=True,
+            ),
+            into_half(saturated(both * 2, dtype), 1, dtype),
+        )
+    case(
+        "cvt_pk_f16_f32 FP16_OVFL",
+        Snippet("v_cvt_pk_f16_f32 v0, v1, v2", two, fp16_overflow=True),
+        saturated(both, np.float16, keep_infinity=True),
+    )
     brains = np.stack([EDGES, OTHERS], -1).astype(ml_dtypes.bfloat16)
     case(
         "cvt_f32_bf16",

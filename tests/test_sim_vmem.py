@@ -1,9 +1,11 @@
 """Vector memory: widths, address forms, buffer bounds, DMA to LDS; each lane has its own place."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from gfx950_sim import SimulationFault
 from gfx950_sim.isa import vmem
 from sim_snippets import ALL_LANES, SOME_LANES, Runner, Snippet, lanes_of
 
@@ -268,9 +270,46 @@ ds_read_b128 v[0:3], v28 offset:{first}
             )
 
 
+# Scratch: a lane's own bytes, by vector, scalar and instruction offset.
+SCRATCH = {
+    "scratch by instruction offset": (
+        "scratch_store_dwordx4 off, v[0:3], off offset:16\ns_waitcnt vmcnt(0)\n"
+        "scratch_load_dwordx2 v[0:1], off, off offset:20\n"
+        "scratch_load_dword v2, off, off offset:28",
+        [1, 2, 3, 3],
+    ),
+    "scratch by lane and scalar offset": (
+        "v_and_b32 v22, 1, v22\nv_lshlrev_b32 v22, 2, v22\ns_movk_i32 s20, 32\n"
+        "scratch_store_dword v22, v3, s20 offset:-8\nscratch_store_dword off, v2, off offset:40\n"
+        "s_waitcnt vmcnt(0)\nscratch_load_dword v0, v22, s20 offset:-8",
+        [3, 1, 2, 3],
+    ),
+}
+for name, (code, order) in SCRATCH.items():
+    places = np.arange(64)
+    CASES[name] = Case(
+        replace(make(code, places), private_bytes=64),
+        DATA[order],
+    )
+
+
+BROKEN = {
+    "beyond": replace(make("scratch_store_dword off, v0, off offset:64", places), private_bytes=64),
+    "unwritten": replace(make("scratch_load_dword v0, off, off", places), private_bytes=64),
+}
+
+
 @pytest.fixture(scope="module")
 def runner() -> Runner:
-    return Runner({name: case.snippet for name, case in CASES.items()})
+    return Runner({name: case.snippet for name, case in CASES.items()} | BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), [("beyond", "4 bytes of scratch, a lane has 64"), ("unwritten", "scratch")]
+)
+def test_faulty_scratch_is_found(runner, name, fault):
+    with pytest.raises(SimulationFault, match=fault):
+        runner.run(name)
 
 
 @pytest.mark.parametrize("name", CASES)

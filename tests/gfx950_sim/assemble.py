@@ -25,6 +25,10 @@ class Assembly:
     arguments: int = 0
     """Number of 8-byte arguments."""
     lds_bytes: int = 0
+    private_bytes: int = 0
+    """Scratch of a lane."""
+    fp16_overflow: bool = False
+    """MODE.FP16_OVFL: conversions to f16 and fp8 saturate."""
     block_size: int = 1024
     """Most work items a workgroup may have."""
 
@@ -43,6 +47,9 @@ def _code(name: str, kernel: Assembly) -> str:
 .p2align 6
 .amdhsa_kernel {name}
   .amdhsa_group_segment_fixed_size {kernel.lds_bytes}
+  .amdhsa_private_segment_fixed_size {kernel.private_bytes}
+  .amdhsa_enable_private_segment {int(kernel.private_bytes > 0)}
+  .amdhsa_fp16_overflow {int(kernel.fp16_overflow)}
   .amdhsa_kernarg_size {8 * kernel.arguments}
   .amdhsa_user_sgpr_kernarg_segment_ptr 1
   .amdhsa_system_sgpr_workgroup_id_y 1
@@ -66,7 +73,7 @@ def _metadata(name: str, kernel: Assembly) -> str:
     .kernarg_segment_size: {8 * kernel.arguments}
     .kernarg_segment_align: 8
     .group_segment_fixed_size: {kernel.lds_bytes}
-    .private_segment_fixed_size: 0
+    .private_segment_fixed_size: {kernel.private_bytes}
     .max_flat_workgroup_size: {kernel.block_size}
     .wavefront_size: 64
     .sgpr_count: 108

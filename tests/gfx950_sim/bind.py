@@ -35,6 +35,7 @@ from gfx950_sim.operands import (
     with_sign,
 )
 from gfx950_sim.program import BARRIER, CONTROL, END, NOTHING, SMEM_DWORDS, WAIT, sources_of
+from gfx950_sim.scratch import bind_scratch
 from gfx950_sim.wave import Closure, Wave
 
 Array = np.ndarray[Any, Any]
@@ -59,6 +60,8 @@ def bind(wave: Wave, index: int) -> tuple[Closure, Closure]:
         return _both(bind_salu(wave, instruction, record))
     if isinstance(record, LdsAccess):
         return _both(bind_memory.bind_lds(wave, instruction, record))
+    if isinstance(record, VmemAccess) and instruction.encoding == "SCRATCH":
+        return _both(bind_scratch(wave, instruction, record, wave.private))
     if isinstance(record, VmemAccess):
         return _both(bind_memory.bind_vmem(wave, instruction, record))
     if instruction.name in SMEM_DWORDS:
@@ -506,6 +509,8 @@ def _bind_sdwa_store(
 
 def bind_matrix(wave: Wave, instruction: Instruction, record: Matrix) -> Closure:
     """A matrix instruction; EXEC does not matter."""
+    if wave.launch.fp16_ovfl:
+        raise UnknownInstruction(f"{instruction.text} with MODE.FP16_OVFL, which clamps overflow")
     check_modifiers(instruction, set(record.modifiers))
     operands = instruction.operands
     c_operand = operands["src2"]

@@ -192,6 +192,16 @@ _DEFAULTS = {"dst_sel": 6, "src0_sel": 6, "src1_sel": 6, "opsel_hi": 3, "opsel_h
 _SADDR_OFF = 0x7F
 
 
+_LLVM_NAMES = {
+    "v_accvgpr_read": "v_accvgpr_read_b32",
+    "v_accvgpr_write": "v_accvgpr_write_b32",
+    "v_mad_mix_f32": "v_fma_mix_f32",
+    "v_mad_mixlo_f16": "v_fma_mixlo_f16",
+    "v_mad_mixhi_f16": "v_fma_mixhi_f16",
+}
+"""Where the ISA document's name is not LLVM's."""
+
+
 @functools.lru_cache(maxsize=65536)
 def _decode(raw: bytes) -> tuple[int, str, str, dict[str, Operand], dict[str, int]]:
     # The wheel takes any 8 bytes before an MFMA on F8F6F4 for the scale half of a 16-byte
@@ -205,8 +215,7 @@ def _decode(raw: bytes) -> tuple[int, str, str, dict[str, Operand], dict[str, in
         raise UnknownInstruction(f"no CDNA4 instruction has the bytes {raw[:8].hex()}") from error
     encoding = type(inst).__name__.removesuffix("_LIT")
     name = op_name.lower().removesuffix("_e32").removesuffix("_e64")
-    if name in ("v_accvgpr_read", "v_accvgpr_write"):
-        name += "_b32"
+    name = _LLVM_NAMES.get(name, name)
     fields = {key: ((inst._raw >> bits.lo) & bits.mask, bits) for key, bits in type(inst)._fields}
     operands = _operands(inst, fields)
     modifiers = _modifiers(fields)
@@ -327,13 +336,16 @@ def _settle(
             modifiers["offset"] = _signed(modifiers["offset"], 13)
         if "_load_lds_" in name or name.startswith("global_store"):
             operands.pop("vdst", None)
+    elif encoding == "SCRATCH":
+        if not modifiers.pop("sve", 0):
+            operands.pop("addr", None)
+        if "offset" in modifiers:
+            modifiers["offset"] = _signed(modifiers["offset"], 13)
     elif encoding == "MUBUF":
         if not modifiers.get("offen", 0) and not modifiers.get("idxen", 0):
             operands.pop("vaddr", None)
         if "lds" in modifiers:
             operands.pop("vdata", None)
-    elif name == "v_readfirstlane_b32":
-        operands["vdst"] = Operand("sgpr", operands["vdst"].index, 1)
     _place_accumulators(inst, name, operands)
 
 

@@ -17,6 +17,7 @@ from gfx950_sim.lds_memory import LdsMemory
 from gfx950_sim.memory import Memory
 from gfx950_sim.program import Program, load_program
 from gfx950_sim.reports import Report, Reporter
+from gfx950_sim.scratch import PrivateMemory
 from gfx950_sim.wave import Launch, Wave
 
 Array = np.ndarray[Any, Any]
@@ -169,6 +170,7 @@ class Workgroup:
         self.waves = [Wave(program, number, self.lds) for number in range(waves)]
         for wave in self.waves:
             wave.launch = launch
+            wave.private = PrivateMemory(kernel.descriptor.private_segment_bytes)
 
     def start(
         self,
@@ -182,6 +184,7 @@ class Workgroup:
         items = block[0] * block[1] * block[2]
         for wave in self.waves:
             wave.reset(number)
+            wave.private.written.fill(False)
             item = np.arange(64) + 64 * wave.number
             x, y = item % block[0], item // block[0] % block[1]
             z = item // (block[0] * block[1])

@@ -97,7 +97,7 @@ def record_of(instruction: Instruction) -> Record:
         found = matrix.INSTRUCTIONS.get(name) or lanes.INSTRUCTIONS.get(name) or _VALU.get(name)
     elif encoding == "DS":
         found = lds.INSTRUCTIONS.get(name)
-    elif encoding in ("GLOBAL", "MUBUF"):
+    elif encoding in ("GLOBAL", "MUBUF", "SCRATCH"):
         if name in CONTROL:
             return None
         if instruction.modifiers.get("lds"):

@@ -59,6 +59,7 @@ class Wave:
             self.sgpr
         )  # the same registers as Python ints: fast single access
         self.lanes = np.ones(64, bool)
+        self.private: Any = None  # scratch.PrivateMemory, from the workgroup
         count = len(program.instructions)
         # Bound closures by instruction, for all lanes on and for some off.
         self.full: list[Closure | None] = [None] * count

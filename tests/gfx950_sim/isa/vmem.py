@@ -176,5 +176,6 @@ DMA = {
 INSTRUCTIONS: dict[str, VmemAccess] = {
     **_accesses("global"),
     **_accesses("buffer"),
+    **_accesses("scratch"),
     **{f"global_load_lds_{width}": access for width, access in DMA.items()},
 }
