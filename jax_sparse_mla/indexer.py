@@ -115,9 +115,31 @@ def write_index_keys(key_cache: jax.Array, slots: jax.Array, keys: jax.Array) ->
         raise TypeError(f"slots must be integers, got {slots.dtype}")
     rows = pack_index_keys(keys) if packed else keys.astype(jnp.bfloat16)
     flat = key_cache.reshape(-1, key_cache.shape[-1])
+    slots = jnp.where(slots < flat.shape[0], slots, -1).astype(jnp.int32)
+    # XLA's CPU backend widens all of a bfloat16 operand of a scatter to float32.
+    if packed:
+        flat = _scatter(flat, slots, rows)
+    else:
+        flat = lax.platform_dependent(flat, slots, rows, cpu=_write_one_by_one, default=_scatter)
+    return flat.reshape(key_cache.shape)
+
+
+def _scatter(flat: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     # A scatter wraps -1 to the last slot even when it drops what is out of bounds.
     slots = jnp.where(slots < 0, flat.shape[0], slots)
-    return flat.at[slots].set(rows, mode="drop").reshape(key_cache.shape)
+    return flat.at[slots].set(rows, mode="drop")
+
+
+def _write_one_by_one(flat: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    # The rows to write come first, and the loop ends behind them: XLA would copy the buffer if a
+    # skipped row read its old contents, or were skipped by a condition.
+    order = jnp.argsort(slots < 0, stable=True)
+
+    def write(i: jax.Array, flat: jax.Array) -> jax.Array:
+        row = lax.dynamic_index_in_dim(rows, order[i])
+        return lax.dynamic_update_index_in_dim(flat, row, slots[order[i]], 0)
+
+    return lax.fori_loop(0, jnp.sum(slots >= 0), write, flat) if flat.size else flat
 
 
 def hadamard(x: jax.Array) -> jax.Array:

@@ -120,6 +120,9 @@ def test_write_skips_bad_slots_and_is_in_place(fp8):
     write = jax.jit(indexer.write_index_keys, donate_argnums=0)
     compiled = write.lower(cache, slots, keys).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == cache.nbytes
+    large = jax.ShapeDtypeStruct((1 << 16, 4, width), dtype)
+    memory = write.lower(large, slots, keys).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1 << 16
     after = np.asarray(write(cache, slots, keys)).reshape(16, width)
     expected = before.copy()
     rows = np.asarray(indexer.pack_index_keys(keys)) if fp8 else keys.astype(ml_dtypes.bfloat16)

@@ -1,6 +1,6 @@
 """One layer's attention: absorbed MLA over the tokens that its indexer selects."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,13 @@ LATENT_NORM_EPS = 1e-6
 class Rows(NamedTuple):
     """A step's query rows, of any requests and any positions, and where their tokens stand."""
 
-    tokens: jax.Array
+    tokens: Any
     """``[n]`` int32."""
-    requests: jax.Array
+    requests: Any
     """``[n]`` int32, each row's line of the block table."""
-    positions: jax.Array
+    positions: Any
     """``[n]`` int32; negative for a padding row, which writes nothing and attends nothing."""
-    block_table: jax.Array
+    block_table: Any
     """``[lines, w]`` int32, a request's blocks in the order of its tokens, -1 behind them."""
 
 
