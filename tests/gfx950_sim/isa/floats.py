@@ -162,7 +162,9 @@ def _scaled(x: Array, power: int) -> Array:
 def div_scale_f32(s0: Array, s1: Array, s2: Array) -> tuple[Array, Array]:
     """Scale numerator (s0 = s2) or denominator (s0 = s1) of s2 / s1 so that Newton steps stay in range.
 
-    The mask says where v_div_fmas has to undo it. CDNA4 ISA, V_DIV_SCALE_F32.
+    The mask says where v_div_fmas has to undo it. CDNA4 ISA, V_DIV_SCALE_F32, read so that the
+    division that LLVM builds on it is right: its comparisons with DENORM are of f32 values, and a
+    denominator whose inverse is denormal is scaled down in both cases.
     """
     s0, s1, s2 = (np.ascontiguousarray(x) for x in np.broadcast_arrays(s0, s1, s2))
     denormal = lambda x: (x != 0) & (np.abs(x) < _SMALLEST_NORMAL)  # noqa: E731
@@ -186,7 +188,7 @@ def div_scale_f32(s0: Array, s1: Array, s2: Array) -> tuple[Array, Array]:
         np.full_like(s0, np.nan),
         np.where(is_denominator, up, s0),
         up,
-        np.where(is_denominator, up, s0),
+        np.where(is_denominator, down, s0),
         down,
         np.where(is_numerator, up, s0),
         up,
@@ -196,9 +198,16 @@ def div_scale_f32(s0: Array, s1: Array, s2: Array) -> tuple[Array, Array]:
 
 
 def div_fmas_f32(a: Array, b: Array, c: Array, scale: Array) -> Array:
-    """fma, times 2^32 where the mask is set (CDNA4 ISA, V_DIV_FMAS_F32: 2 ** 32, and 2 ** -64 of older chips does not apply)."""
+    """fma, and where the mask is set times 2^64 or, for a quotient below 1, 2^-64.
+
+    CDNA4 ISA, V_DIV_FMAS_F32, says 2^32, which cannot undo the 2^64 of V_DIV_SCALE_F32 in either
+    direction; a division is right only with this rule.
+    """
     result = fma_f32(a, b, c)
-    return np.where(scale, _scaled(result, 32), result)
+    unscaled = np.where(
+        _exponent(np.ascontiguousarray(c)) > 127, _scaled(result, 64), _scaled(result, -64)
+    )
+    return np.where(scale, unscaled, result)
 
 
 def div_fixup_f32(quotient: Array, denominator: Array, numerator: Array) -> Array:

@@ -275,6 +275,17 @@ def fma_mix(
     return floats.fma_f32(source(a, 0), source(b, 1), source(c, 2))
 
 
+def fma_mix_half(shift: int) -> Function:
+    """`fma_mix` rounded to f16, in one half of the destination; the other is kept."""
+
+    def function(*sources: Array, old: Array, **modifiers: int) -> Array:
+        value = fma_mix(*sources, **modifiers).astype(np.float16).view(np.uint16)
+        keep = np.uint32(0xFFFF << (16 - shift))
+        return old & keep | value.astype(np.uint32) << np.uint32(shift)
+
+    return function
+
+
 # Tables ------------------------------------------------------------------------------------------
 
 _U2, _I2, _F2 = ("u32", "u32"), ("i32", "i32"), ("f32", "f32")
@@ -325,6 +336,8 @@ INTEGERS: dict[str, Valu] = {
     "v_med3_i32": Valu(med3, "i32", _I3),
     "v_add_u16": Valu(np.add, "u16", ("u16", "u16")),
     "v_sub_u16": Valu(np.subtract, "u16", ("u16", "u16")),
+    "v_add_i16": Valu(add, "i16", ("i16", "i16"), ("clamp",)),
+    "v_sub_i16": Valu(sub, "i16", ("i16", "i16"), ("clamp",)),
     "v_mul_lo_u16": Valu(np.multiply, "u16", ("u16", "u16")),
     "v_max_u16": Valu(np.maximum, "u16", ("u16", "u16")),
     "v_min_u16": Valu(np.minimum, "u16", ("u16", "u16")),
@@ -447,6 +460,16 @@ FLOATS: dict[str, Valu] = {
     "v_pk_mul_f16": Valu(np.multiply, "f16x2", ("f16x2",) * 2, packed=True),
     "v_pk_fma_f16": Valu(floats.fma_f16, "f16x2", ("f16x2",) * 3, packed=True),
     "v_fma_mix_f32": Valu(fma_mix, "f32", _U3, ("op_sel", "op_sel_hi", "neg", "neg_hi")),
+    **{
+        f"v_fma_mix{half}_f16": Valu(
+            fma_mix_half(shift),
+            "u32",
+            _U3,
+            ("op_sel", "op_sel_hi", "neg", "neg_hi"),
+            reads_dst=True,
+        )
+        for half, shift in (("lo", 0), ("hi", 16))
+    },
     "v_dot2_f32_f16": Valu(dot2(f16_halves), "f32", ("u32", "u32", "f32")),
     "v_dot2_f32_bf16": Valu(dot2(bf16_halves), "f32", ("u32", "u32", "f32")),
     "v_dot2c_f32_f16": Valu(dot2_accumulate(f16_halves), "f32", _U2, reads_dst=True),
