@@ -12,15 +12,27 @@ namespace {
 constexpr int kThreads = 16;
 constexpr int kRounds = 20;
 
+// Holds threads until all of them have arrived, again and again.
+class Barrier {
+ public:
+  void Wait() {
+    const int arrived = ++arrived_;
+    const int all = (arrived + kThreads - 1) / kThreads * kThreads;
+    while (arrived_ < all) std::this_thread::yield();
+  }
+
+ private:
+  std::atomic<int> arrived_{0};
+};
+
 // Runs body(thread) on all threads, which start together.
 template <typename Body>
 void InParallel(Body body) {
-  std::atomic<int> waiting{kThreads};
+  Barrier barrier;
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&, i] {
-      --waiting;
-      while (waiting > 0) std::this_thread::yield();
+      barrier.Wait();
       body(i);
     });
   }
@@ -61,6 +73,27 @@ SHIM_TEST(ManyThreadsLoadOnceADevice) {
     }
     EXPECT(hip.launch_count() == launches + kThreads * kRounds);
   }
+}
+
+SHIM_TEST(ManyFirstCallsAtOnce) {
+  // Nothing but the barrier comes before each first call: HIP's own locks order nothing that the
+  // shim has to order itself, so a missing lock is a race that TSan sees.
+  const SimulatedHip& hip = SimulatedHip::Get();
+  constexpr int kFirstCalls = 50;
+  std::vector<std::string> codes;
+  for (int i = 0; i < kFirstCalls; ++i) codes.push_back(NewCode());
+  hip.clear_calls();
+  Barrier barrier;
+  InParallel([&](int) {
+    std::vector<Call> calls;
+    for (const std::string& code : codes) calls.push_back(MakeCall(code));
+    for (Call& call : calls) {
+      barrier.Wait();
+      EXPECT_OK(ExecuteHost(call));
+    }
+  });
+  EXPECT(CallsOf("hipModuleLoadData")[0] == kFirstCalls);
+  EXPECT(CallsOf("hipModuleGetFunction")[0] == kFirstCalls);
 }
 
 SHIM_TEST(ThreadsWithManyCodeObjects) {
