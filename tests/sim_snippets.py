@@ -5,7 +5,8 @@ stores its output registers, so that a test covers the decoder, the operands and
 instruction together. The snippets of a test module are assembled together, once.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,6 +125,12 @@ class Runner:
         kernel = self._code.kernel(self._symbols[name])
         run(kernel, grid=(1, 1, 1), block=(64, 1, 1), args=addresses, memory=memory)
         return outputs
+
+
+def instructions_in(snippets: Iterable[Snippet]) -> set[str]:
+    """The mnemonics of the snippets, without encoding suffix."""
+    words = {word for snippet in snippets for word in re.findall(r"\w+", snippet.code)}
+    return {re.sub("_(sdwa|dpp|e64)$", "", word) for word in words}
 
 
 def assert_same_floats(registers: Array, expected: Any) -> None:

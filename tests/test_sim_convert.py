@@ -3,7 +3,15 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from sim_snippets import SOME_LANES, Runner, Snippet, assert_same_floats, lanes_of
+from gfx950_sim.isa import convert
+from sim_snippets import (
+    SOME_LANES,
+    Runner,
+    Snippet,
+    assert_same_floats,
+    instructions_in,
+    lanes_of,
+)
 
 FP8, BF8 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 SMALL = {"fp8": FP8, "bf8": BF8}
@@ -120,7 +128,8 @@ with np.errstate(all="ignore"):
     def packed(low, high, dtype) -> np.ndarray:
         """[64, 2] codes of two lists of values, rounded by an independent library."""
         pair = np.stack(np.broadcast_arrays(low, high), -1).astype(np.float64)
-        return pair.astype(np.float32).astype(dtype)
+        with np.errstate(over="ignore"):
+            return pair.astype(np.float32).astype(dtype)
 
     def into_half(codes, half, dtype) -> np.ndarray:
         """OLD as four small floats a lane, with those of one half replaced."""
@@ -327,6 +336,30 @@ case(
     clipped(DOUBLES, *I32),
 )
 case(
+    "cvt_u32_f64",
+    Snippet("v_cvt_u32_f64 v0, v[2:3]", {2: DOUBLE_WORDS[:, 0], 3: DOUBLE_WORDS[:, 1], 0: OLD}),
+    clipped(DOUBLES, *U32),
+)
+case(
+    "cvt_f64_u32",
+    Snippet("v_cvt_f64_u32 v[0:1], v2", {2: INTEGERS, 0: OLD, 1: OLD}, (0, 1)),
+    INTEGERS.astype(np.float64).view(np.uint32).reshape(64, 2).T,
+)
+# 16-bit results clear the upper half.
+SHORTS = np.where(np.arange(64) < 32, INTEGERS >> np.uint32(16), INTEGERS) & np.uint32(0xFFFF)
+for kind, dtype, ends in (("u16", np.uint16, (0, 65535)), ("i16", np.int16, (-32768, 32767))):
+    whole = SHORTS.astype(np.uint16).view(dtype)
+    case(
+        f"cvt_f16_{kind}",
+        Snippet(f"v_cvt_f16_{kind} v0, v1", {1: SHORTS | np.uint32(0xABCD0000), 0: OLD}),
+        packed(whole, 0, np.float16),
+    )
+    case(
+        f"cvt_{kind}_f16",
+        Snippet(f"v_cvt_{kind}_f16 v0, v1", {1: halves.view(np.uint32)[:, 0], 0: OLD}),
+        clipped(halves[:, 0], *ends) & np.uint32(0xFFFF),
+    )
+case(
     "cvt_pk_i16_i32",
     Snippet("v_cvt_pk_i16_i32 v0, v1, v2", {1: INTEGERS, 2: ~INTEGERS, 0: OLD}),
     np.stack([np.clip(x.view(np.int32), -32768, 32767) for x in (INTEGERS, ~INTEGERS)], -1).astype(
@@ -370,3 +403,7 @@ def test_lanes_that_are_off_keep_their_register(runner, name):
     result, whole = runner.run(f"{name} partial"), runner.run(name)
     np.testing.assert_array_equal(result[:, on], whole[:, on])
     np.testing.assert_array_equal(result[:, ~on], np.broadcast_to(OLD, result.shape)[:, ~on])
+
+
+def test_every_instruction_of_the_table_is_here():
+    assert set(convert.INSTRUCTIONS) <= instructions_in(snippet for snippet, _ in CASES.values())

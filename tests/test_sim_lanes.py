@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gfx950_sim.isa import lanes, lds
-from sim_snippets import ALL_LANES, SOME_LANES, Runner, Snippet, lanes_of
+from sim_snippets import ALL_LANES, SOME_LANES, Runner, Snippet, instructions_in, lanes_of
 
 A = (np.arange(64) * 7 + 1000).astype(np.uint32)
 B = (np.arange(64) * 11 + 5000).astype(np.uint32)
@@ -262,3 +262,9 @@ def test_a_swap_that_is_not_documented_is_an_error():
 def test_unknown_swizzle_modes_are_errors(offset):
     with pytest.raises(NotImplementedError, match=f"{offset:#x}"):
         lds.swizzle_source(offset)
+
+
+def test_every_instruction_of_the_table_is_here():
+    here = instructions_in(snippet for snippet, _ in CASES.values())
+    exchanges = {name for name, record in lds.INSTRUCTIONS.items() if record.kind == "exchange"}
+    assert set(lanes.INSTRUCTIONS) | exchanges <= here

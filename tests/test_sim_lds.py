@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gfx950_sim.isa import lds
-from sim_snippets import SOME_LANES, Runner, Snippet, lanes_of
+from sim_snippets import SOME_LANES, Runner, Snippet, instructions_in, lanes_of
 
 RNG = np.random.default_rng(6)
 BYTES = RNG.integers(0, 256, 4096, dtype=np.uint8)
@@ -121,6 +121,19 @@ read_case(
     4 * np.arange(64),
 )
 
+written = BYTES.copy()
+for lane in range(32):
+    for n, first in ((1, 0), (3, 2)):
+        written[8 * lane + 512 * n : 8 * lane + 512 * n + 8] = BYTES[64 * lane + 4 * first :][:8]
+read_case(
+    "write2st64_b64",
+    "s_mov_b32 exec_hi, 0\nds_write2st64_b64 v21, v[0:1], v[2:3] offset0:1 offset1:3\n"
+    "s_waitcnt lgkmcnt(0)\ns_mov_b64 exec, -1\n"
+    + "".join(f"ds_read_b128 v[{4 * n}:{4 * n + 3}], v20 offset:{16 * n}\n" for n in range(4)),
+    rows(written.reshape(64, 64)),
+    8 * np.arange(64),
+)
+
 for name, dtype in (("u8", np.uint8), ("i8", np.int8), ("u16", np.uint16), ("i16", np.int16)):
     size = np.dtype(dtype).itemsize
     addresses = some_addresses(size, size)
@@ -200,3 +213,10 @@ def test_addresses_wrap_at_32_bits():
 @pytest.mark.parametrize("name", ["ds_read_b64_tr_b4", "ds_read_b96_tr_b6"])
 def test_narrower_transposes_are_not_modelled(name):
     assert name not in lds.INSTRUCTIONS
+
+
+def test_every_instruction_of_the_table_is_here():
+    here = instructions_in(snippet for snippet, _ in CASES.values())
+    # The exchanges, which touch no LDS memory, are in test_sim_lanes.
+    memory = {name for name, record in lds.INSTRUCTIONS.items() if record.kind != "exchange"}
+    assert memory <= here

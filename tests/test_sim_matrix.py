@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gfx950_sim.isa import matrix
-from sim_snippets import SOME_LANES, Runner, Snippet
+from sim_snippets import SOME_LANES, Runner, Snippet, instructions_in
 
 FP8, BF8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
 DTYPES = {"f16": np.float16, "bf16": BF16, "fp8": FP8, "bf8": BF8, "f32": np.float32}
@@ -269,3 +269,7 @@ def test_formats_that_are_not_modelled_are_errors(field, code):
     rows = np.zeros((8, 64), np.uint32)
     with pytest.raises(NotImplementedError, match=f"{field} {code}"):
         record.function(rows, rows, rows[:4], **{field: code})
+
+
+def test_every_instruction_of_the_table_is_here():
+    assert set(matrix.INSTRUCTIONS) <= instructions_in(case[0] for case in CASES.values())

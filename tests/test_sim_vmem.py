@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gfx950_sim import SimulationFault
 from gfx950_sim.isa import vmem
-from sim_snippets import ALL_LANES, SOME_LANES, Runner, Snippet, lanes_of
+from sim_snippets import ALL_LANES, SOME_LANES, Runner, Snippet, instructions_in, lanes_of
 
 RNG = np.random.default_rng(8)
 BYTES = RNG.integers(0, 256, 16384, dtype=np.uint8)
@@ -278,6 +278,12 @@ SCRATCH = {
         "scratch_load_dword v2, off, off offset:28",
         [1, 2, 3, 3],
     ),
+    "scratch of other widths": (
+        "scratch_store_dwordx2 off, v[2:3], off\nscratch_store_dwordx3 off, v[0:2], off offset:8\n"
+        "s_waitcnt vmcnt(0)\nscratch_load_dwordx4 v[0:3], off, off offset:4\n"
+        "s_waitcnt vmcnt(0)\nscratch_load_dwordx3 v[0:2], off, off",
+        [2, 3, 0, 2],
+    ),
     "scratch by lane and scalar offset": (
         "v_and_b32 v22, 1, v22\nv_lshlrev_b32 v22, 2, v22\ns_movk_i32 s20, 32\n"
         "scratch_store_dword v22, v3, s20 offset:-8\nscratch_store_dword off, v2, off offset:40\n"
@@ -337,3 +343,7 @@ def test_dma_addresses():
 def test_swizzled_descriptors_are_errors(flags):
     with pytest.raises(NotImplementedError, match="SWIZZLE_ENABLE"):
         vmem.buffer_address((0, flags[0], 64, flags[1]), None, None, 0, 0, 4)
+
+
+def test_every_instruction_of_the_table_is_here():
+    assert set(vmem.INSTRUCTIONS) <= instructions_in(case.snippet for case in CASES.values())

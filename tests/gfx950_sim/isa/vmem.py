@@ -159,10 +159,15 @@ def _accesses(family: str) -> dict[str, VmemAccess]:
         "store_short": VmemAccess("store", 2),
         "store_short_d16_hi": VmemAccess("store", 2, store_shift=16),
     }
-    for width, size in _DWORDS.items():
-        table[f"load_{width}"] = VmemAccess("load", size)
-        table[f"store_{width}"] = VmemAccess("store", size)
-    return {f"{family}_{name}": access for name, access in table.items()}
+    return {f"{family}_{name}": access for name, access in table.items()} | _dwords(family)
+
+
+def _dwords(family: str) -> dict[str, VmemAccess]:
+    return {
+        f"{family}_{kind}_{width}": VmemAccess(kind, size)
+        for width, size in _DWORDS.items()
+        for kind in ("load", "store")
+    }
 
 
 DMA = {
@@ -176,6 +181,6 @@ DMA = {
 INSTRUCTIONS: dict[str, VmemAccess] = {
     **_accesses("global"),
     **_accesses("buffer"),
-    **_accesses("scratch"),
+    **_dwords("scratch"),
     **{f"global_load_lds_{width}": access for width, access in DMA.items()},
 }
