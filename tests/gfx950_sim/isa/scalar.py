@@ -50,9 +50,9 @@ def bit_field(a: int, b: int, bits: int) -> int:
 
 
 def bit_field_signed(a: int, b: int, bits: int) -> int:
-    """`bit_field`, sign-extended."""
-    width = b >> 16 & 0x7F
-    field = bit_field(a, b, bits)
+    """`bit_field` of the sign-extended value, sign-extended."""
+    offset, width = b & (bits - 1), b >> 16 & 0x7F
+    field = (signed(a, bits) >> offset) & ((1 << width) - 1)
     if width and width < bits and field >> (width - 1):
         field -= 1 << width
     return field & ((1 << bits) - 1)
@@ -204,7 +204,7 @@ INSTRUCTIONS: dict[str, Salu] = {
     "s_mul_hi_u32": Salu(lambda a, b: a * b >> 32, 32, (32, 32)),
     "s_mul_hi_i32": Salu(lambda a, b: signed(a) * signed(b) >> 32 & M32, 32, (32, 32)),
     "s_absdiff_i32": Salu(
-        lambda a, b: nonzero(abs(signed(a) - signed(b)) & M32), 32, (32, 32), True
+        lambda a, b: nonzero(abs(signed((a - b) & M32)) & M32), 32, (32, 32), True
     ),
     **{f"s_lshl{n}_add_u32": Salu(shift_add(n), 32, (32, 32), True) for n in (1, 2, 3, 4)},
     "s_pack_ll_b32_b16": Salu(pack, 32, (32, 32)),
