@@ -63,6 +63,11 @@ def programs():
     return {name: load_program(code.kernel(name).code) for name in SNIPPETS}
 
 
+def touch(sectors, size, *, at=0, **lds):
+    """A load of so many bytes from so many sectors."""
+    return Demand(sectors=tuple(range(at, at + sectors)), bytes=size, **lds)
+
+
 def straight(program, demands=None):
     """The trace of a wave that runs a snippet from its first to its last instruction."""
     (end,) = [i.index for i in program.instructions if i.name == "s_endpgm"][:1]
@@ -173,8 +178,8 @@ def test_lds_bandwidth_is_shared(programs):
 
 
 def test_a_load_takes_address_lines_bandwidth_and_latency(programs):
-    demand = {0: Demand(lines=8, bytes=1024)}
-    at = 4 + max(8 * 2, 1024 / 64)
+    demand = {0: touch(16, 1024)}
+    at = 4 + max(16, 1024 / 64)
     assert clocks(programs["load"], demands=demand) == at + 500 + 4
     assert clocks(programs["load"], demands=demand, latency=2000) == at + 2000 + 4
     slow = clocks(programs["load"], demands=demand, latency=0, bandwidth=8)
@@ -182,42 +187,55 @@ def test_a_load_takes_address_lines_bandwidth_and_latency(programs):
 
 
 def test_a_partial_wait_waits_for_the_older_load(programs):
-    near = Demand(lines=1, bytes=64)
-    far = Demand(lines=64, bytes=1024)
+    near = touch(1, 64)
+    far = touch(64, 1024, at=100)
     program = programs["two_loads"]
     result = estimate(program, [[[straight(program, {0: near, 1: far})]]], P, spans=True)
     (add,) = [s for s in result.spans if s.name == "v_add_f32" and s.kind == "issue"]
-    assert add.start == 4 + 2 + 500 + 4
-    # The second: its address after the first's, 64 lines of 2 clocks, the latency.
-    assert result.clocks == 4 + 4 + 128 + 500 + 4
+    assert add.start == 4 + 1 + 500 + 4
+    # The second: its address after the first's, 64 sectors, the latency.
+    assert result.clocks == 4 + 4 + 64 + 500 + 4
 
 
 def test_loads_return_in_order(programs):
     program = programs["two_loads"]
-    slow_first = {0: Demand(lines=64, bytes=1024), 1: Demand(lines=1, bytes=64)}
+    slow_first = {0: touch(64, 1024), 1: touch(1, 64, at=100)}
     result = estimate(program, [[[straight(program, slow_first)]]], P, spans=True)
     waits = [s for s in result.spans if s.kind == "memory wait"]
-    assert waits[0].end == 4 + 128 + 500
+    assert waits[0].end == 4 + 64 + 500
 
 
 def test_loads_wait_at_issue_while_l1_is_busy(programs):
     program = programs["two_loads"]
-    demand = Demand(lines=64, bytes=1024)
+    demand = touch(64, 1024)
     third = WaveTrace([0, 1, 0, 4, 5], dict.fromkeys(range(3), demand))
     result = estimate(program, [[[third]]], P, spans=True)
     loads = [
         s.start for s in result.spans if s.name.startswith("global_load") and s.kind == "issue"
     ]
-    assert loads == [0, 4, 4 + 128]  # one stands before L1, the next at issue
+    assert loads == [0, 4, 4 + 64]  # one stands before L1, the next at issue
 
 
-def test_the_same_line_for_all_lanes_still_moves_their_bytes(programs):
-    broadcast = {0: Demand(lines=1, bytes=1024)}
+def test_one_sector_for_all_lanes_still_moves_their_bytes(programs):
+    broadcast = {0: touch(1, 1024)}
     assert clocks(programs["load"], demands=broadcast) == 4 + 1024 / 64 + 500 + 4
 
 
+def test_what_l1_has_takes_no_bandwidth(programs):
+    program = programs["two_loads"]
+    first, far = touch(16, 1024), touch(16, 1024, at=100)
+    again = clocks(program, demands={0: first, 1: first}, bandwidth=1)
+    other = clocks(program, demands={0: first, 1: far}, bandwidth=1)
+    assert (again, other) == (4 + 1024 + 500 + 4 + 4 + 4, 4 + 2048 + 500 + 4)
+    # L1 keeps 32 KB: what was used before 512 other sectors is gone.
+    flood = touch(512, 1024, at=1000)
+    trace = WaveTrace([0, 0, 1, 4, 5], {0: first, 1: flood, 2: first})
+    result = estimate(program, [[[trace]]], P, bandwidth=1)
+    assert result.busy["memory"] == 64 * (16 + 512 + 16)
+
+
 def test_a_dma_load_also_writes_the_lds(programs):
-    demand = {0: Demand(lines=8, bytes=1024, lds_phases=8, lds_least=8, lds_write=True)}
+    demand = {0: touch(16, 1024, lds_phases=8, lds_least=8, lds_write=True)}
     assert clocks(programs["dma"], demands=demand) == 4 + 16 + 500 + 8 * 2 + 4
 
 
@@ -260,7 +278,7 @@ def test_loop_iterations_are_timed(programs):
 
 
 def test_bytes_in_flight(programs):
-    demand = {0: Demand(lines=8, bytes=1024)}
+    demand = {0: touch(16, 1024)}
     result = estimate(programs["load"], [[[straight(programs["load"], demand)]]], P)
     assert result.bytes_in_flight == pytest.approx(1024 * 520 / 524)
 
@@ -270,7 +288,7 @@ def test_more_of_a_cost_never_makes_a_wave_faster(programs, name):
     # One wave alone: with several, a delay can change who goes first.
     if name in ("clock_ghz", "compute_units", "launch_us", "l2_bytes", "hbm_bytes"):
         return
-    demands = {0: Demand(lines=8, bytes=1024, lds_phases=8, lds_least=4)}
+    demands = {0: touch(16, 1024, lds_phases=8, lds_least=4)}
     for program in programs.values():
         base = clocks(program, demands=demands)
         assert clocks(program, demands=demands, parameters=P.scaled(name, 1.3)) >= base

@@ -123,8 +123,9 @@ def test_bytes_by_memory_space(recorded):
     assert (totals.global_read, totals.global_written) == (4 * 256, 256)
     assert totals.scalar_read == 8
     (trace,) = traces.values()
-    lines = {demand.lines for demand in trace.demands.values() if demand.bytes}
-    assert lines == {2}  # 256 aligned bytes
+    touched = [demand.sectors for demand in trace.demands.values() if demand.bytes]
+    assert {len(sectors) for sectors in touched} == {4}  # 256 aligned bytes
+    assert len({sector for sectors in touched for sector in sectors}) == 4
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ class Parameters:
         16, "clocks", "assumed: message to the scheduler and back, 4 issue slots"
     )
     address: float = _parameter(4, "clocks", "AMD GCN white paper: addresses of 16 lanes a clock")
-    l1_line: float = _parameter(
-        2, "clocks", "AMD CDNA 3 white paper: lines of 128 bytes, 64 bytes a clock from L1"
+    l1_sector: float = _parameter(
+        1, "clocks", "AMD CDNA 3 white paper: 64 bytes a clock from L1; 64-byte reads behind L2"
     )
     l2_bytes: float = _parameter(
         64, "bytes a clock a CU", "AMD CDNA 3 white paper: 2 KB a clock an XCD, here for 32 CUs"

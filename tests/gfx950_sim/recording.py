@@ -14,8 +14,9 @@ from gfx950_sim import banks
 from gfx950_sim.decode import Instruction
 from gfx950_sim.hooks import MemoryEvent
 
-LINE_BYTES = 128
-"""A cache line of L1 and L2 (CDNA3 and CDNA4 white papers)."""
+SECTOR_BYTES = 64
+"""What L1 delivers in a clock, and the least that L2 reads from memory (half a line of 128
+bytes)."""
 
 
 @dataclass(slots=True)
@@ -27,8 +28,8 @@ class Demand:
     """Phases without bank conflicts."""
     lds_bytes: int = 0
     lds_write: bool = False
-    lines: int = 0
-    """Cache lines touched in global memory."""
+    sectors: tuple[int, ...] = ()
+    """Sectors of 64 bytes touched in global memory: their addresses divided by 64."""
     bytes: int = 0
     """Bytes the lanes asked for in global memory."""
     scalar_bytes: int = 0
@@ -70,8 +71,8 @@ class Recorder:
             demand.lds_write = write
         else:
             first = event.addresses[active].astype(np.int64)
-            touched = np.union1d(first // LINE_BYTES, (first + event.size - 1) // LINE_BYTES)
-            demand.lines += len(touched)
+            last = (first + event.size - 1) // SECTOR_BYTES
+            demand.sectors += tuple(np.union1d(first // SECTOR_BYTES, last).tolist())
             demand.bytes += moved
             demand.store = event.kind == "store"
 

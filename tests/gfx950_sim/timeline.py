@@ -6,7 +6,7 @@ each wave's instructions is given.
 """
 
 import heapq
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,12 +15,14 @@ from gfx950_sim.banks import CROSSBAR
 from gfx950_sim.costs import Cost, Parameters, Unit, cost_of
 from gfx950_sim.decode import NO_WAIT
 from gfx950_sim.program import Program, rows_of
-from gfx950_sim.recording import LINE_BYTES, Demand, WaveTrace
+from gfx950_sim.recording import SECTOR_BYTES, Demand, WaveTrace
 
 SIMDS = 4
 LDS_PORTS = 2
 """Two SIMDs share a port to the LDS, each port with half of its bandwidth (rocprofiler-compute,
 'LDS')."""
+L1_SECTORS = 32 * 1024 // SECTOR_BYTES
+"""32 KB of L1 a compute unit (CDNA3 and CDNA4 white papers)."""
 
 Workgroup = Sequence[WaveTrace]
 """The traces of a workgroup's waves, in order."""
@@ -176,7 +178,8 @@ class _ComputeUnit:
         self.salu_free = [0.0] * SIMDS
         self.lds_issue_free = [0.0] * SIMDS
         self.port_free = [0.0] * LDS_PORTS
-        self.address_free = self.line_free = self.memory_free = 0.0
+        self.address_free = self.l1_free = self.memory_free = 0.0
+        self.l1: OrderedDict[int, None] = OrderedDict()
         # (time, order, wave) and, for data of a DMA load that arrives, (time, order, (port,
         # clocks)).
         self.queue: list[tuple[float, int, _Wave | tuple[int, float]]] = []
@@ -362,20 +365,33 @@ class _ComputeUnit:
         self.estimate.busy["LDS"] += clocks
         wave.lgkm.append(begin + clocks + self.p.lds_latency)
 
+    def look_up(self, sectors: tuple[int, ...]) -> int:
+        """Sectors that L1 lacks; they are kept now, and the least recently used give way."""
+        missing = 0
+        for sector in sectors:
+            if sector in self.l1:
+                self.l1.move_to_end(sector)
+            else:
+                missing += 1
+                self.l1[sector] = None
+        while len(self.l1) > L1_SECTORS:
+            self.l1.popitem(last=False)
+        return missing
+
     def memory(self, wave: _Wave, entry: _Static, now: float, demand: Demand) -> None:
         p = self.p
         # One instruction may stand between the address unit and a busy L1; the next waits at issue.
-        self.address_free = max(now + p.address, self.line_free)
-        begin = max(now + p.address, self.line_free)
-        data = demand.bytes * p.l1_line / LINE_BYTES
-        lines = max(demand.lines * p.l1_line, data)
-        self.line_free = begin + lines
-        self.estimate.busy["L1"] += lines
+        self.address_free = max(now + p.address, self.l1_free)
+        begin = max(now + p.address, self.l1_free)
+        delivering = max(len(demand.sectors), demand.bytes / SECTOR_BYTES) * p.l1_sector
+        self.l1_free = begin + delivering
+        self.estimate.busy["L1"] += delivering
         moving = max(begin, self.memory_free)
-        clocks = demand.bytes / self.bandwidth
+        missing = len(demand.sectors) if demand.store else self.look_up(demand.sectors)
+        clocks = missing * SECTOR_BYTES / self.bandwidth
         self.memory_free = moving + clocks
         self.estimate.busy["memory"] += clocks
-        done = max(self.line_free, self.memory_free) + self.latency
+        done = max(self.l1_free, self.memory_free) + self.latency
         if entry.dma:
             write = demand.lds_phases * p.lds_write_phase * LDS_PORTS
             self.push(done, (wave.simd // (SIMDS // LDS_PORTS), write))
