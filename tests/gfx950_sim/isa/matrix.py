@@ -72,24 +72,13 @@ def operand_rows(registers: Words, rows: int, runs: int = 1) -> Words:
     return np.ascontiguousarray(split.transpose(3, 0, 2, 1)).reshape(rows, -1)
 
 
-def accumulator_matrix(registers: Words, columns: int) -> Doubles:
-    """C as a matrix, float64 [rows, columns], from registers [k, 64]."""
-    tiles = registers.view(np.float32).reshape(-1, 4, 64 // columns, columns)
-    return tiles.transpose(0, 2, 1, 3).reshape(-1, columns).astype(np.float64)
-
-
-def accumulator_registers(matrix: Doubles) -> Words:
-    """Registers [k, 64] that hold the matrix D, rounded to float32 once."""
-    columns = matrix.shape[1]
-    tiles = matrix.astype(np.float32).reshape(-1, 64 // columns, 4, columns)
-    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3)).reshape(-1, 64).view(np.uint32)
-
-
 def accumulate(product: Doubles, c: Words) -> Words:
     """product + C as registers [k, 64]; C is registers [k, 64] or one constant for all elements."""
-    if c.size == 1:
-        return accumulator_registers(product + float(c.view(np.float32).item()))
-    return accumulator_registers(product + accumulator_matrix(c, product.shape[1]))
+    columns = product.shape[1]
+    tiles = product.reshape(-1, 64 // columns, 4, columns).transpose(0, 2, 1, 3)
+    addend = c.view(np.float32)
+    total = tiles + (addend.reshape(tiles.shape) if addend.size > 1 else float(addend.item()))
+    return total.astype(np.float32, order="C").reshape(-1, 64).view(np.uint32)
 
 
 def multiply(
