@@ -175,7 +175,7 @@ def attention(
     )
     out = sparse_mla_fwd(
         (
-            contract("nhd,hdc->nhc", projected.q_nope, p.w_uk).astype(jnp.bfloat16),
+            contract("nhd,hcd->nhc", projected.q_nope, p.w_uk).astype(jnp.bfloat16),
             projected.q_rope.astype(jnp.bfloat16),
         ),
         cache.records,

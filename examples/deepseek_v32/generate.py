@@ -68,6 +68,42 @@ def step(
     return tokens, logits, cache
 
 
+def check_limits(config: Config, limits: Limits) -> None:
+    """Check that requests may be as long as the limits say.
+
+    Raises:
+      ValueError: they would pass the model's last position.
+    """
+    if limits.max_length > config.max_position_embeddings:
+        raise ValueError(
+            f"prompt too long: requests of {limits.max_length} tokens, new ones included, but the "
+            f"model has max_position_embeddings {config.max_position_embeddings}"
+        )
+
+
+def make_requests(
+    prompts: Iterable[list[int]], max_new_tokens: int, config: Config, limits: Limits
+) -> list[Request]:
+    """Check prompts and make requests of them, numbered from 0.
+
+    Raises:
+      ValueError: a prompt is empty, holds an id that is no token, or is too long.
+    """
+    trial = Scheduler(limits)
+    requests = []
+    for number, tokens in enumerate(prompts):
+        outside = [t for t in tokens if not 0 <= t < config.vocab_size]
+        if outside:
+            raise ValueError(
+                f"prompt {number} holds {outside[0]}, which is no token id: the vocabulary has "
+                f"{config.vocab_size}"
+            )
+        request = Request(number, list(tokens), max_new_tokens)
+        trial.add(request)
+        requests.append(request)
+    return requests
+
+
 class Engine:
     """A model with its cache, generating for batches of prompts.
 
@@ -94,11 +130,7 @@ class Engine:
         Raises:
           ValueError: requests of this length are beyond the model's positions.
         """
-        if limits.max_length > config.max_position_embeddings:
-            raise ValueError(
-                f"max_length {limits.max_length} is beyond the model's "
-                f"max_position_embeddings {config.max_position_embeddings}"
-            )
+        check_limits(config, limits)
         self.params = params
         self.config = config
         self.limits = limits
@@ -131,21 +163,11 @@ class Engine:
           ValueError: a prompt is empty, holds an id that is no token, or is too long; nothing has
             run then.
         """
-        requests: list[Request] = []
-        for tokens in prompts:
-            outside = [t for t in tokens if not 0 <= t < self.config.vocab_size]
-            if outside:
-                raise ValueError(
-                    f"prompt {len(requests)} holds {outside[0]}, not a token id: the vocabulary "
-                    f"has {self.config.vocab_size}"
-                )
-            requests.append(Request(self._requests + len(requests), tokens, max_new_tokens))
-        trial = Scheduler(self.limits)
+        requests = make_requests(prompts, max_new_tokens, self.config, self.limits)
         for request in requests:
-            trial.add(dataclasses.replace(request, number=request.number - self._requests))
-        self._requests += len(requests)
-        for request in requests:
+            request.number += self._requests
             self.scheduler.add(request)
+        self._requests += len(requests)
         while self.scheduler.is_busy:
             self._step(on_step)
         return [request.generated for request in requests]

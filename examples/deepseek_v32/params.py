@@ -44,7 +44,7 @@ class Attention(NamedTuple):
     q_b: Any  # [H, nope + 64, R]
     kv_a: Any  # [512 + 64, D]
     kv_a_norm: Any  # [512]
-    w_uk: Any  # [H, nope, 512]
+    w_uk: Any  # [H, 512, nope]: XLA's CPU backend has no bfloat16 product with the other order
     w_uv: Any  # [H, v, 512]
     o: Any  # [D, H, v]
     indexer: Indexer
@@ -91,6 +91,8 @@ class Tensor(NamedTuple):
     float32: bool = False
     rows: tuple[int, int, int] | None = None
     """(heads, begin, end): which rows of each head's share of the tensor are the parameter."""
+    is_transposed: bool = False
+    """Whether the parameter has the last two axes the other way round."""
 
 
 def checkpoint_tensors(config: Config) -> Iterator[Tensor]:
@@ -135,8 +137,8 @@ def _attention(c: Config) -> Iterator[Tensor]:
     yield _matrix(f"{attn}.kv_a_proj_with_mqa", kv_a, "attention", "kv_a")
     yield _matrix(f"{attn}.kv_a_layernorm", (LATENT_DIM,), "attention", "kv_a_norm")
     kv_b = Tensor(f"{attn}.kv_b_proj.weight", (heads * (nope + v), LATENT_DIM), (), ())
-    w_uk = (heads, nope, LATENT_DIM)
-    yield kv_b._replace(shape=w_uk, path=("attention", "w_uk"), rows=(heads, 0, nope))
+    w_uk, up_k = (heads, LATENT_DIM, nope), ("attention", "w_uk")
+    yield kv_b._replace(shape=w_uk, path=up_k, rows=(heads, 0, nope), is_transposed=True)
     w_uv = (heads, v, LATENT_DIM)
     yield kv_b._replace(shape=w_uv, path=("attention", "w_uv"), rows=(heads, nope, nope + v))
     yield _matrix(f"{attn}.o_proj", (hidden, heads, v), "attention", "o")

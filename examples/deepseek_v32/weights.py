@@ -194,7 +194,7 @@ def load_params(
         scale = None
         if checkpoint.dtype(tensor.name) == "F8_E4M3":
             scale = checkpoint.read(tensor.name + SCALE_SUFFIX)
-        store = _store(tensor.shape, tensor.rows, place)
+        store = _store(tensor.shape, tensor.rows, tensor.is_transposed, place)
         data = checkpoint.read(tensor.name)
         buffers[number] = store(buffer, data, scale, np.array(index, np.int32))
     return jax.tree.unflatten(tree, buffers)
@@ -215,7 +215,9 @@ def _empty(shape: tuple[int, ...], dtype: Any, place: Any) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _store(shape: tuple[int, ...], rows: tuple[int, int, int] | None, place: Any) -> Any:
+def _store(
+    shape: tuple[int, ...], rows: tuple[int, int, int] | None, is_transposed: bool, place: Any
+) -> Any:
     """A jitted function that converts one tensor into its place in a donated buffer."""
 
     def store(
@@ -226,6 +228,8 @@ def _store(shape: tuple[int, ...], rows: tuple[int, int, int] | None, place: Any
         if rows is not None:
             heads, begin, end = rows
             data = data.reshape(heads, -1, data.shape[-1])[:, begin:end]
+        if is_transposed:
+            data = jnp.swapaxes(data, -1, -2)
         data = data.reshape((1,) * index.shape[0] + shape).astype(buffer.dtype)
         starts = [*index, *[0] * len(shape)]
         return lax.dynamic_update_slice(buffer, data, starts)
