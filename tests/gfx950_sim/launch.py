@@ -2,6 +2,7 @@
 
 import random
 import struct
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from gfx950_sim.analysis import Analysis
 from gfx950_sim.bind import AT_BARRIER, ENDED, EXEC_CHANGED, WAITED, bind
 from gfx950_sim.decode import Instruction, UnknownInstruction
-from gfx950_sim.elf import Kernel
+from gfx950_sim.elf import Descriptor, Kernel
 from gfx950_sim.hooks import Observer
 from gfx950_sim.lds_memory import LdsMemory
 from gfx950_sim.memory import Memory
@@ -95,7 +96,8 @@ def run(
     kernarg = np.frombuffer(segment.ljust(-len(segment) % 64 + len(segment) or 64, b"\0"), np.uint8)
     kernarg_address = memory.map(kernarg, name="kernel arguments")
     memory.start_launch()
-    group = Workgroup(program, kernel, -(-items // 64), launch)
+    group = _GROUPS.take(program, kernel, -(-items // 64))
+    group.attach(launch)
     numbers = list(range(grid3[0] * grid3[1] * grid3[2]) if workgroups is None else workgroups)
     if order == "reversed":
         numbers.reverse()
@@ -109,6 +111,7 @@ def run(
                 if keep_traces:
                     for wave in group.waves:
                         result.traces[number, wave.number] = wave.trace
+        _GROUPS.give_back(group)
     finally:
         memory.unmap(kernarg_address)
     return result
@@ -164,13 +167,18 @@ def _form(entry: tuple[str, int], offset: int, segment: bytearray) -> tuple[Any,
 class Workgroup:
     """The waves of one workgroup at a time and their LDS."""
 
-    def __init__(self, program: Program, kernel: Kernel, waves: int, launch: Launch) -> None:
+    def __init__(self, program: Program, kernel: Kernel, waves: int) -> None:
         self.program, self.kernel = program, kernel
-        self.lds = LdsMemory(kernel.lds_bytes, waves, program.lds_granule, launch.analysis)
+        self.lds = LdsMemory(kernel.lds_bytes, waves, program.lds_granule)
         self.waves = [Wave(program, number, self.lds) for number in range(waves)]
         for wave in self.waves:
-            wave.launch = launch
             wave.private = PrivateMemory(kernel.descriptor.private_segment_bytes)
+
+    def attach(self, launch: Launch) -> None:
+        """Work for this launch from now on."""
+        self.lds.analysis = launch.analysis
+        for wave in self.waves:
+            wave.launch = launch
 
     def start(
         self,
@@ -253,8 +261,9 @@ class Workgroup:
             budget = switch if isinstance(switch, int) else _LAST
             if chance:
                 budget = chance.choice((7, 50, 400, _LAST))
-            signal = advance(wave, budget, at_wait)
-            if len(wave.trace) > max_instructions:
+            left = max_instructions - len(wave.trace)
+            signal = advance(wave, min(budget, left), at_wait)
+            if len(wave.trace) >= max_instructions and signal != ENDED:
                 raise RuntimeError(
                     f"wave {number} ran {len(wave.trace)} instructions: endless loop?"
                 )
@@ -263,6 +272,38 @@ class Workgroup:
                 waiting.add(number)
             elif signal != ENDED:
                 running.append(number)
+
+
+class WorkgroupCache:
+    """Idle workgroups by kernel: their closures are bound already, so that a later launch starts at once."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._idle: list[tuple[tuple[bytes, Descriptor, int], Workgroup]] = []
+        self._lock = threading.Lock()
+
+    def take(self, program: Program, kernel: Kernel, waves: int) -> Workgroup:
+        """An idle workgroup of this kernel, or a new one."""
+        key = (kernel.code, kernel.descriptor, waves)
+        with self._lock:
+            for at, (known, group) in enumerate(self._idle):
+                if known == key:
+                    del self._idle[at]
+                    return group
+        return Workgroup(program, kernel, waves)
+
+    def give_back(self, group: Workgroup) -> None:
+        """Keep a workgroup that has ended without an exception; the oldest one is dropped."""
+        key = (group.kernel.code, group.kernel.descriptor, len(group.waves))
+        for wave in group.waves:  # let go of the launch's memory
+            del wave.launch
+            wave.reset(0)
+        with self._lock:
+            self._idle.append((key, group))
+            del self._idle[: -self._most]
+
+
+_GROUPS = WorkgroupCache(most=8)
 
 
 def advance(wave: Wave, budget: int, at_wait: bool) -> int:

@@ -62,11 +62,10 @@ class LdsMemory:
         size: bytes of the workgroup (group segment).
         waves: waves of the workgroup.
         granule: 4, or 1 when the kernel has LDS instructions narrower than a dword.
-        analysis: learns which waits and barriers the accesses needed.
     """
 
-    def __init__(self, size: int, waves: int, granule: int, analysis: Analysis) -> None:
-        self.size, self.analysis = size, analysis
+    def __init__(self, size: int, waves: int, granule: int) -> None:
+        self.size, self.analysis = size, Analysis()
         padded = size + 15 & ~15
         self.bytes = np.zeros(padded, np.uint8)
         self._dwords = self.bytes.view(np.uint32)
@@ -100,7 +99,8 @@ class LdsMemory:
         Lanes outside the LDS or misaligned are reported and left out.
         """
         chosen = self._check_bounds(addresses, size, lanes, wave, min(size, align))
-        index, granules = [], []
+        index: list[Array] = []
+        granules: list[Array] = []
         steps = _STEPS_OF[4 if size >= 4 else 1, size]
         shift = np.uint32(2 if size >= 4 else 0)
         for access in addresses:
@@ -115,13 +115,14 @@ class LdsMemory:
 
     def load(self, plan: "Plan", wave: LdsWave, operation: Operation) -> Array:
         """Rows uint32 [k * max(size // 4, 1), 64]."""
-        parts = []
+        parts: list[Array] = []
         for index, granules in zip(plan.index, plan.granules, strict=True):
             if plan.size >= 4:
                 parts.append(self._dwords.take(index))
             else:
                 octets = self.bytes.take(index).astype(np.uint32)
-                parts.append(octets[:1] if plan.size == 1 else octets[:1] | octets[1:] << 8)
+                value: Array = octets[:1] if plan.size == 1 else octets[:1] | octets[1:] << 8
+                parts.append(value)
             self._note_read(granules, wave, operation)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -169,7 +170,7 @@ class LdsMemory:
         if active.size == 0:
             return lanes
         if int(np.maximum.reduce(active, axis=None)) > self.size - size:
-            inside = (addresses.astype(np.int64) + size <= self.size).all(axis=0)
+            inside: Array = np.all(addresses.astype(np.int64) + size <= self.size, axis=0)
             outside = ~inside if lanes is None else ~inside & lanes
             lane = int(outside.argmax())
             address = int(addresses[:, lane].max())
@@ -177,7 +178,7 @@ class LdsMemory:
             wave.report("lds_bounds", detail, lane, address)
             lanes = inside if lanes is None else inside & lanes
         if align > 1 and int(np.bitwise_or.reduce(active, axis=None)) & align - 1:
-            bad = (addresses & np.uint32(align - 1) != 0).any(axis=0)
+            bad: Array = (addresses & np.uint32(align - 1) != 0).any(axis=0)
             bad = bad if lanes is None else bad & lanes
             if bad.any():
                 lane = int(bad.argmax())
@@ -187,7 +188,7 @@ class LdsMemory:
                     lane,
                     int(addresses[:, lane].max()),
                 )
-                lanes = ~bad if lanes is None else lanes & ~bad
+                lanes = np.logical_not(bad) if lanes is None else lanes & ~bad
         return lanes
 
     # The history ---------------------------------------------------------------------------------

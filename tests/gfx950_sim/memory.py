@@ -68,13 +68,13 @@ class Allocation:
             unwritten = None
             if self._written_dwords is not None:
                 ok = self._written_dwords.take(index) == _WRITTEN_DWORD
-                unwritten = None if ok.all() else ~ok.all(axis=0)
+                unwritten = None if ok.all() else np.logical_not(ok.all(axis=0))
             return self._dwords.take(index), unwritten
         index = offsets[:, np.newaxis] + np.arange(size)
         unwritten = None
         if self._written is not None:
             ok = self._written.take(index)
-            unwritten = None if ok.all() else ~ok.all(axis=1)
+            unwritten = None if ok.all() else np.logical_not(ok.all(axis=1))
         return _to_rows(self._data.take(index)), unwritten
 
     def store(self, offsets: Array, rows: Array, size: int, workgroup: int) -> Array | None:
@@ -272,7 +272,7 @@ class Memory:
     def map_host(self, pointer: int, size: int, name: str = "", writable: bool = False) -> int:
         """Make ``size`` bytes of this process's memory addressable at their own address, in place."""
         buffer = (ctypes.c_uint8 * size).from_address(pointer)
-        data = np.frombuffer(buffer, np.uint8)
+        data = np.ctypeslib.as_array(buffer)
         return self._add(Allocation(pointer, data, name, writable, None))
 
     def unmap(self, address: int) -> None:

@@ -55,9 +55,8 @@ class Wave:
         self.workgroup = 0
         self.vgpr = np.zeros((512, 64), np.uint32)
         self.sgpr = np.zeros(128, np.uint32)
-        self.scalars = memoryview(
-            self.sgpr
-        )  # the same registers as Python ints: fast single access
+        # The same registers as Python ints: fast single access.
+        self.scalars = self.sgpr.data
         self.lanes = np.ones(64, bool)
         self.private: Any = None  # scratch.PrivateMemory, from the workgroup
         count = len(program.instructions)

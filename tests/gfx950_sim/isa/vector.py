@@ -278,8 +278,8 @@ def fma_mix(
 def fma_mix_half(shift: int) -> Function:
     """`fma_mix` rounded to f16, in one half of the destination; the other is kept."""
 
-    def function(*sources: Array, old: Array, **modifiers: int) -> Array:
-        value = fma_mix(*sources, **modifiers).astype(np.float16).view(np.uint16)
+    def function(a: Array, b: Array, c: Array, old: Array, **modifiers: int) -> Array:
+        value = fma_mix(a, b, c, **modifiers).astype(np.float16).view(np.uint16)
         keep = np.uint32(0xFFFF << (16 - shift))
         return old & keep | value.astype(np.uint32) << np.uint32(shift)
 
