@@ -152,7 +152,11 @@ def repack_records(records: ArrayLike) -> jax.Array:
     is_float8 = records.dtype == jnp.float8_e4m3fn
     buffer = lax.bitcast_convert_type(records, jnp.uint8) if is_float8 else records
     rows = buffer.reshape(-1, RECORD_BYTES)
-    size = min(_CHUNK_RECORDS, rows.shape[0])
+    num_records = rows.shape[0]
+    if not isinstance(num_records, int):  # a symbolic number, which min() cannot compare
+        mended = _repack(lax.bitcast_convert_type(rows, jnp.uint8))
+        return lax.bitcast_convert_type(mended, records.dtype).reshape(records.shape)
+    size = min(_CHUNK_RECORDS, num_records)
 
     def repack_chunk(i: jax.Array, rows: jax.Array) -> jax.Array:
         # The last chunk is moved back to fit, over records already mended; those stay as they are.
@@ -163,7 +167,7 @@ def repack_records(records: ArrayLike) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(rows, mended, i * size, 0)
 
     if size:
-        rows = lax.fori_loop(0, -(-rows.shape[0] // size), repack_chunk, rows)
+        rows = lax.fori_loop(0, -(-num_records // size), repack_chunk, rows)
     return lax.bitcast_convert_type(rows, records.dtype).reshape(records.shape)
 
 

@@ -15,13 +15,14 @@ A latent value is its code times its group's scale. The format is vLLM's and Fla
 :mod:`jax_sparse_mla.record_check`.
 """
 
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from .arguments import as_floating, as_int32, check_choice
 from .kernel.contract import LATENT_DIM, RECORD_BYTES, ROPE_DIM
@@ -207,26 +208,34 @@ def _group_scale(amax: jax.Array, scale_rule: ScaleRule) -> jax.Array:
 
 def join_record(codes: jax.Array, scale: jax.Array, rope: jax.Array) -> jax.Array:
     """Join codes [..., 512], scale [..., 4] and rope [..., 64], of 1, 4 and 2 bytes, to uint8."""
-    parts = []
-    for part in (codes, scale, rope):
-        width = part.shape[-1] * part.dtype.itemsize
-        part_bytes = lax.bitcast_convert_type(part, jnp.uint8)
-        parts.append(part_bytes.reshape(*part.shape[:-1], width))
-    return jnp.concatenate(parts, axis=-1)
+    return jnp.concatenate([_to_bytes(part) for part in (codes, scale, rope)], axis=-1)
 
 
 def split_record(record_bytes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split [..., 656] uint8 into float8_e4m3fn codes, int32 bits of the scales, bfloat16 rope."""
-    leading = record_bytes.shape[:-1]
     scale_end = LATENT_DIM + 4 * NUM_GROUPS
-    codes = lax.bitcast_convert_type(record_bytes[..., :LATENT_DIM], jnp.float8_e4m3fn)
-    scale = record_bytes[..., LATENT_DIM:scale_end].reshape(*leading, NUM_GROUPS, 4)
-    rope = record_bytes[..., scale_end:].reshape(*leading, ROPE_DIM, 2)
     return (
-        codes,
-        lax.bitcast_convert_type(scale, jnp.int32),
-        lax.bitcast_convert_type(rope, jnp.bfloat16),
+        lax.bitcast_convert_type(record_bytes[..., :LATENT_DIM], jnp.float8_e4m3fn),
+        _from_bytes(record_bytes[..., LATENT_DIM:scale_end], jnp.int32),
+        _from_bytes(record_bytes[..., scale_end:], jnp.bfloat16),
     )
+
+
+# Shifts, not a bitcast to another width: JAX cannot export that with a symbolic number of records.
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def _to_bytes(values: jax.Array) -> jax.Array:
+    size = values.dtype.itemsize
+    bits = lax.bitcast_convert_type(values, _UNSIGNED[size])
+    parts = [(bits >> (8 * i)).astype(jnp.uint8) for i in range(size)]
+    return jnp.stack(parts, axis=-1).reshape(*values.shape[:-1], values.shape[-1] * size)
+
+
+def _from_bytes(record_bytes: jax.Array, dtype: DTypeLike) -> jax.Array:
+    size = jnp.dtype(dtype).itemsize
+    parts = [record_bytes[..., i::size].astype(_UNSIGNED[size]) << (8 * i) for i in range(size)]
+    return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, parts), dtype)
 
 
 def scale_is_usable(scale_bits: jax.Array, scale_format: ScaleFormat) -> jax.Array:
