@@ -171,9 +171,11 @@ EXPORT const char* jax_sparse_mla_contract() {
 
 // Why no HIP runtime can be used, or "" if one can; for the doctor. Valid until this thread's next
 // call.
-EXPORT const char* jax_sparse_mla_hip_error() {
+EXPORT const char* jax_sparse_mla_hip_error() try {
   static thread_local std::string reason;
   const auto hip = jax_sparse_mla::Hip::Get();
   reason = hip.has_error() ? hip.error().message() : "";
   return reason.c_str();
+} catch (...) {
+  return "out of host memory";
 }

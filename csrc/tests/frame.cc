@@ -16,9 +16,16 @@ XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) {
   return error;
 }
 
-void GetErrorMessage(XLA_FFI_Error_GetMessage_Args* args) {
-  args->message = args->error->message.c_str();
-}
+// The function that gives an error's message got another name with API 0.5 (jaxlib 0.12).
+#if XLA_FFI_API_MINOR < 5
+#define GET_MESSAGE XLA_FFI_Error_GetMessage
+using GetMessageArgs = XLA_FFI_Error_GetMessage_Args;
+#else
+#define GET_MESSAGE XLA_FFI_Error_GetDetails
+using GetMessageArgs = XLA_FFI_Error_GetDetails_Args;
+#endif
+
+void GetErrorMessage(GetMessageArgs* args) { args->message = args->error->message.c_str(); }
 
 void DestroyError(XLA_FFI_Error_Destroy_Args* args) {
   --live_errors;
@@ -31,15 +38,20 @@ XLA_FFI_Error* MakeApiError(const char* message) {
   return error;
 }
 
+template <typename Args>
+const Context& ContextOf(const Args* args) {
+  return *reinterpret_cast<const Context*>(args->ctx);
+}
+
 XLA_FFI_Error* GetStream(XLA_FFI_Stream_Get_Args* args) {
-  if (args->ctx->fails) return MakeApiError("GPU context is not available");
-  args->stream = args->ctx->stream;
+  if (ContextOf(args).fails) return MakeApiError("GPU context is not available");
+  args->stream = ContextOf(args).stream;
   return nullptr;
 }
 
 XLA_FFI_Error* GetDeviceOrdinal(XLA_FFI_DeviceOrdinal_Get_Args* args) {
-  if (args->ctx->fails) return MakeApiError("no device ordinal");
-  args->device_ordinal = args->ctx->device;
+  if (ContextOf(args).fails) return MakeApiError("no device ordinal");
+  args->device_ordinal = ContextOf(args).device;
   return nullptr;
 }
 
@@ -106,7 +118,7 @@ const XLA_FFI_Api* Api() {
     made.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR,
                         XLA_FFI_API_MINOR};
     made.XLA_FFI_Error_Create = CreateError;
-    made.XLA_FFI_Error_GetMessage = GetErrorMessage;
+    made.GET_MESSAGE = GetErrorMessage;
     made.XLA_FFI_Error_Destroy = DestroyError;
     made.XLA_FFI_Stream_Get = GetStream;
     made.XLA_FFI_DeviceOrdinal_Get = GetDeviceOrdinal;
@@ -129,7 +141,7 @@ Outcome Call::Run(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage) {
   XLA_FFI_CallFrame frame{};
   frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
   frame.api = Api();
-  frame.ctx = &context;
+  frame.ctx = reinterpret_cast<decltype(frame.ctx)>(&context);
   frame.stage = stage;
   frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(arguments.size()),
                 argument_types.data(), argument_pointers.data()};

@@ -14,18 +14,20 @@
 
 #include "xla/ffi/api/c_api.h"
 
-// What XLA hides behind these names.
+// What XLA hides behind this name.
 struct XLA_FFI_Error {
   XLA_FFI_Error_Code code;
   std::string message;
 };
-struct XLA_FFI_ExecutionContext {
+
+namespace jax_sparse_mla {
+
+// What a call frame's context stands for.
+struct Context {
   int32_t device = 0;
   void* stream = nullptr;
   bool fails = false;
 };
-
-namespace jax_sparse_mla {
 
 // The result of a handler: nothing, or XLA's error code and message.
 using Outcome = std::optional<std::pair<XLA_FFI_Error_Code, std::string>>;
@@ -43,7 +45,7 @@ struct Call {
   std::vector<Buffer> arguments;
   std::vector<Buffer> results;
   std::map<std::string, Attribute> attributes;
-  XLA_FFI_ExecutionContext context;
+  Context context;
 
   Outcome Run(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage);
 };

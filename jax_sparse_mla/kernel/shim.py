@@ -60,8 +60,7 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(f"the FFI shim cannot be loaded: {error}") from error
-    library.jax_sparse_mla_contract.restype = ctypes.c_char_p
-    built_for = library.jax_sparse_mla_contract().decode()
+    built_for = _text(library, "jax_sparse_mla_contract")
     if built_for != expected_contract():
         raise RuntimeError(
             f"the FFI shim {path} was built for another launch contract than this package has:"
@@ -94,6 +93,27 @@ def register() -> None:
             _registered.add(platform)
 
 
+def hip_error() -> str | None:
+    """Why the shim finds no HIP runtime to use, or None if it does.
+
+    Raises:
+      RuntimeError: as `load`.
+    """
+    return _text(load(), "jax_sparse_mla_hip_error") or None
+
+
 def expected_contract() -> str:
     """The launch contract of this package, in the form in which the shim states its own."""
     return " ".join([str(contract.VERSION), *(f"{a.name}:{a.kind}" for a in contract.ARGUMENTS)])
+
+
+def _text(library: ctypes.CDLL, name: str) -> str:
+    try:
+        function = getattr(library, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"the FFI shim {library._name} is of another version of this package (it has no"
+            f" {name}): install the package again."
+        ) from None
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
