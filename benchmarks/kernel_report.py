@@ -273,6 +273,7 @@ def target_rows(baseline_clocks: float) -> list[Row]:
     return [
         Row("VGPRs (all kinds)", lambda m: m.vgprs, "{:.0f}", 256),
         Row("spills", lambda m: m.spills, "{:.0f}", 0),
+        Row("simulator's faults", lambda m: len(m.run(LONG).faults), "{:.0f}", 0),
         Row("LDS bytes", lambda m: m.kernel.kernel.lds_bytes, "{:,.0f}", None),
         Row("waves a SIMD", lambda m: m.waves_per_simd, "{:.0f}", 2, at_least=True),
         Row("VALU a tile a wave", lambda m: m.tile.group(counts.VALU), "{:.1f}", 230),
@@ -326,6 +327,7 @@ def target_rows(baseline_clocks: float) -> list[Row]:
 BASELINE = {
     "VGPRs (all kinds)": 260.0,
     "spills": 0.0,
+    "simulator's faults": 0.0,
     "LDS bytes": 84240.0,
     "waves a SIMD": 1.0,
     "VALU a tile a wave": 312.0,
@@ -396,6 +398,8 @@ def print_classes(name: str, measured: Measured) -> None:
     except UnknownInstruction as error:
         print(f"\n{name} was not run: {error}")
         return
+    for fault in measured.run(LONG).faults[:5]:
+        print(f"\n{name}: FAULT {fault}")
     print(f"\n{name}: instructions a wave executes for a tile (in the loop's machine code)")
     for group in counts.GROUPS:
         tile, static = measured.tile.group(group), measured.static_loop.group(group)
@@ -422,6 +426,20 @@ def print_classes(name: str, measured: Measured) -> None:
     waiting = sorted(steady.stalls.items(), key=lambda kv: -kv[1])
     shares = ", ".join(f"{why} {clocks / steady.wave_clocks:.0%}" for why, clocks in waiting[:8])
     print(f"  a wave's time goes to, estimate: {shares}")
+
+
+def print_stalls(name: str, measured: Measured, count: int) -> None:
+    """Prints the instructions at which waves wait longest."""
+    steady = measured.steady
+    tiles = LONG / TILE * len(steady.marks)
+    print(f"\n{name}: clocks a wave waits a tile, by instruction and reason, estimate")
+    longest = sorted(steady.stalls_at.items(), key=lambda kv: -kv[1])[:count]
+    for (index, reason), clocks in longest:
+        instruction = measured.kernel.program.instructions[index]
+        place = "loop" if index in measured.loop.body else "    "
+        print(
+            f"  {clocks / tiles:7.1f} {place} {instruction.pc:#07x} {reason:12} {instruction.text}"
+        )
 
 
 def print_sensitivity(measured: Measured, baseline: Measured | None) -> None:
@@ -456,6 +474,7 @@ def main() -> None:
     parser.add_argument("--baseline", type=Path, help="the comparison kernel's .hsaco")
     parser.add_argument("--sensitivity", action="store_true", help="each parameter at +-30%%")
     parser.add_argument("--chrome-trace", type=Path, help="write the waves' timeline there")
+    parser.add_argument("--stalls", type=int, default=0, metavar="N", help="the N longest waits")
     parser.add_argument("--quick", action="store_true", help="the first specialisation alone")
     options = parser.parse_args()
     if options.code_object:
@@ -469,6 +488,8 @@ def main() -> None:
     print_table(kernels, baseline)
     for name, measured in kernels.items():
         print_classes(name, measured)
+        if options.stalls:
+            print_stalls(name, measured, options.stalls)
     first = next(iter(kernels.values()))
     if options.sensitivity:
         print_sensitivity(first, baseline)

@@ -48,6 +48,8 @@ class Estimate:
     """Until the last wave ended."""
     stalls: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Clocks in which waves waited, by reason, summed over waves."""
+    stalls_at: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
+    """The same by index of the instruction that waited, and reason."""
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Clocks in which units worked: "VALU" and "MFMA" summed over SIMDs, "LDS" over ports,
     "memory"."""
@@ -284,7 +286,8 @@ class _ComputeUnit:
     def note_stall(self, wave: _Wave, now: float, entry: _Static) -> None:
         estimate = self.estimate
         if now > wave.since:
-            estimate.stalls[wave.reason or "other"] += now - wave.since
+            estimate.stalls[wave.reason] += now - wave.since
+            estimate.stalls_at[wave.trace[wave.position], wave.reason] += now - wave.since
             if self.keep_spans:
                 span = Span(wave.slot, wave.number, wave.reason, wave.reason, wave.since, now)
                 estimate.spans.append(span)
