@@ -247,6 +247,9 @@ def test_a_barrier_waits_for_the_last_wave(programs):
     first = [s for s in result.spans if s.wave == 0 and s.name == "v_add_f32"]
     assert first[0].start == 25 * 4 + 16
     assert result.stalls["barrier"] > 25 * 4
+    assert {program.instructions[i].name for i, why in result.stalls_at if why == "barrier"} == {
+        "s_barrier"
+    }
 
 
 def test_barriers_are_a_workgroups_own(programs):

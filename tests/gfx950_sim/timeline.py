@@ -287,7 +287,9 @@ class _ComputeUnit:
         estimate = self.estimate
         if now > wave.since:
             estimate.stalls[wave.reason] += now - wave.since
-            estimate.stalls_at[wave.trace[wave.position], wave.reason] += now - wave.since
+            # A barrier holds the wave after it has issued.
+            waiting = wave.trace[wave.position - (wave.reason == "barrier")]
+            estimate.stalls_at[waiting, wave.reason] += now - wave.since
             if self.keep_spans:
                 span = Span(wave.slot, wave.number, wave.reason, wave.reason, wave.since, now)
                 estimate.spans.append(span)
