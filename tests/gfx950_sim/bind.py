@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from gfx950_sim import bind_memory
+from gfx950_sim.bind_atomics import bind_atomic
 from gfx950_sim.decode import VCC, Instruction, Operand, UnknownInstruction, Waitcnt
 from gfx950_sim.isa import scalar
-from gfx950_sim.isa.records import Lanes, LdsAccess, Matrix, Salu, Valu, VmemAccess
+from gfx950_sim.isa.records import Atomic, Lanes, LdsAccess, Matrix, Salu, Valu, VmemAccess
 from gfx950_sim.operands import (
     DTYPES,
     Fetch,
@@ -60,6 +61,8 @@ def bind(wave: Wave, index: int) -> tuple[Closure, Closure]:
         return _both(bind_salu(wave, instruction, record))
     if isinstance(record, LdsAccess):
         return _both(bind_memory.bind_lds(wave, instruction, record))
+    if isinstance(record, Atomic):
+        return _both(bind_atomic(wave, instruction, record))
     if isinstance(record, VmemAccess) and instruction.encoding == "SCRATCH":
         return _both(bind_scratch(wave, instruction, record, wave.private))
     if isinstance(record, VmemAccess):
@@ -104,7 +107,7 @@ def bind_control(wave: Wave, instruction: Instruction) -> Closure:
 
         return wait
     if kind == NOTHING:
-        return (lambda: None) if instruction.name == "s_nop" else lambda: index + 1
+        return (lambda: None) if instruction.name in ("s_nop", "v_nop") else lambda: index + 1
     if kind == BARRIER:
         return lambda: AT_BARRIER
     if kind == END:

@@ -17,15 +17,15 @@ from gfx950_sim.decode import (
     UnknownInstruction,
     decode_program,
 )
-from gfx950_sim.isa import convert, lanes, lds, matrix, scalar, vector, vmem
-from gfx950_sim.isa.records import Lanes, LdsAccess, Matrix, Salu, Valu, VmemAccess
+from gfx950_sim.isa import atomics, convert, lanes, lds, matrix, scalar, vector, vmem
+from gfx950_sim.isa.records import Atomic, Lanes, LdsAccess, Matrix, Salu, Valu, VmemAccess
 
 SGPR_BIT = 512
 SCC_BIT = 640
 ALL_VGPRS = (1 << 512) - 1
 ALL_REGISTERS = (1 << 641) - 1
 
-Record = Valu | Matrix | Lanes | LdsAccess | VmemAccess | Salu | None
+Record = Atomic | Valu | Matrix | Lanes | LdsAccess | VmemAccess | Salu | None
 
 _VALU: dict[str, Valu] = {**vector.INSTRUCTIONS, **convert.INSTRUCTIONS}
 SMEM_DWORDS = {
@@ -42,7 +42,7 @@ CONTROL = {
     # Scheduling hints and time: no effect on values. s_nop also covers hazards, which LLVM inserts and this
     # simulator does not check.
     **dict.fromkeys(
-        ("s_nop", "s_setprio", "s_sleep", "s_sched_barrier", "s_inst_prefetch"), NOTHING
+        ("s_nop", "v_nop", "s_setprio", "s_sleep", "s_sched_barrier", "s_inst_prefetch"), NOTHING
     ),
     **dict.fromkeys(("s_icache_inv", "s_dcache_inv", "s_dcache_wb", "buffer_wbl2"), NOTHING),
     "buffer_inv": NOTHING,
@@ -92,21 +92,21 @@ def record_of(instruction: Instruction) -> Record:
         UnknownInstruction: naming it.
     """
     name, encoding = instruction.name, instruction.encoding
+    if name in CONTROL:
+        return None
     found: Record = None
     if encoding.startswith("VOP"):
         found = matrix.INSTRUCTIONS.get(name) or lanes.INSTRUCTIONS.get(name) or _VALU.get(name)
     elif encoding == "DS":
-        found = lds.INSTRUCTIONS.get(name)
+        found = lds.INSTRUCTIONS.get(name) or atomics.LDS.get(name)
     elif encoding in ("GLOBAL", "MUBUF", "SCRATCH"):
-        if name in CONTROL:
-            return None
         if instruction.modifiers.get("lds"):
             found = vmem.DMA.get(name.removeprefix("buffer_load_"))
         else:
-            found = vmem.INSTRUCTIONS.get(name)
+            found = vmem.INSTRUCTIONS.get(name) or atomics.VMEM.get(name)
     elif encoding in ("SOP1", "SOP2", "SOPC", "SOPK"):
         found = scalar.INSTRUCTIONS.get(name)
-    elif (encoding == "SOPP" and name in CONTROL) or name in SMEM_DWORDS or name in CONTROL:
+    elif name in SMEM_DWORDS:
         return None
     if found is None:
         raise UnknownInstruction(
@@ -182,6 +182,22 @@ def registers_of(instruction: Instruction, record: Record) -> tuple[int, int]:
             reads |= bits_of(operands["vdst"])
         if record.kind == "swap":
             writes |= bits_of(operands["src0"])
+    elif isinstance(record, Atomic):
+        for key in (
+            "addr",
+            "vaddr",
+            "saddr",
+            "srsrc",
+            "soffset",
+            "data",
+            "data0",
+            "data1",
+            "vdata",
+        ):
+            reads |= bits_of(operands.get(key))
+        writes |= bits_of(operands.get("vdst"))
+        if instruction.modifiers.get("sc0"):
+            writes |= bits_of(operands.get("vdata"))
     elif isinstance(record, (LdsAccess, VmemAccess)):
         for key in ("addr", "vaddr", "saddr", "srsrc", "soffset", "data", "data0", "data1"):
             reads |= bits_of(operands.get(key))
