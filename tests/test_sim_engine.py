@@ -1,4 +1,5 @@
-"""The simulator's machinery: code objects, decoding, memory, kernel entry, waits, wave order, analysis."""
+"""The simulator's machinery: code objects, decoding, memory, kernel entry, waits, wave order,
+analysis."""
 
 import ctypes
 import struct
@@ -112,7 +113,8 @@ v_mov_b32 v2, s14
 {STORE_V2}s_endpgm""",
         arguments=2,
     ),
-    # An LDS read and a scalar load outstanding together: a count of 1 covers only the older kind's older ones.
+    # An LDS read and a scalar load outstanding together: a count of 1 covers only the older kind's
+    # older ones.
     "mixed": Assembly(
         f"""{LOAD_ARGUMENTS}{LANE_4}
 ds_write_b32 v1, v0
@@ -129,7 +131,8 @@ v_add_u32 v2, s12, v2
         arguments=2,
         lds_bytes=256,
     ),
-    # Each wave adds its number to a log in LDS, in the order in which the waves come by; two barriers.
+    # Each wave adds its number to a log in LDS, in the order in which the waves come by; two
+    # barriers.
     "barriers": Assembly(
         f"""{LOAD_ARGUMENTS}
 v_lshrrev_b32 v3, 6, v0
@@ -284,7 +287,7 @@ def test_inline_constants(encoding, dtype, bits):
 def test_unknown_instructions_and_modifiers_are_errors(code):
     with pytest.raises(UnknownInstruction, match=r"v_cvt_pknorm_i16_f32 v1, v0, v0 at pc 0x4"):
         launch(code, "not modelled", NUMBERS, results())
-    with pytest.raises(UnknownInstruction, match="v_mul_f32 v1, v0, v0.*multiplier"):
+    with pytest.raises(UnknownInstruction, match=r"v_mul_f32 v1, v0, v0.*multiplier"):
         launch(code, "output multiplier", NUMBERS, results())
     with pytest.raises(UnknownInstruction, match="pc 0x4: no CDNA4 instruction"):
         decode_program(bytes.fromhex("000080bf ffffffff"))

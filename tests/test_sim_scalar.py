@@ -1,4 +1,5 @@
-"""Every scalar ALU instruction and branch from machine code, against formulas over bits and bytes."""
+"""Every scalar ALU instruction and branch from machine code, against formulas over bits and
+bytes."""
 
 import pytest
 from gfx950_sim.isa import scalar
@@ -38,7 +39,8 @@ def overflow(total: int) -> int:
 
 
 def field(a: int, b: int, bits: int, signed: bool) -> int:
-    """Bits offset .. offset + width of a, cut from its binary digits (zeros, or signs, above the top)."""
+    """Bits offset .. offset + width of a, cut from its binary digits (zeros, or signs, above the
+    top)."""
     offset, width = b & (bits - 1), b >> 16 & 0x7F
     digits = ("1" if signed and a >> (bits - 1) else "0") * 200 + bits_of(a, bits)
     digits = digits[: len(digits) - offset][-width:] if width else "0"
@@ -53,7 +55,8 @@ def nonzero(f):
     return lambda *v: ((r := f(*v)), int(r != 0))
 
 
-# name: (pairs, formula (a, b) -> value, or (value, scc)). Formulas without SCC show that SCC (1 before) is kept.
+# name: (pairs, formula (a, b) -> value, or (value, scc)). Formulas without SCC show that SCC (1
+# before) is kept.
 TWO_SOURCES = {
     "s_add_u32": (PAIRS, lambda a, b: ((a + b) & M32, (a + b) >> 32)),
     "s_sub_u32": (PAIRS, lambda a, b: ((a - b) & M32, int(a < b))),
@@ -197,9 +200,9 @@ WITH_IMMEDIATE = {
     "s_cmovk_i32": lambda a, k: extend(k) & M32,
     "s_addk_i32": lambda a, k: ((a + extend(k)) & M32, overflow(to_signed(a) + extend(k))),
     "s_mulk_i32": lambda a, k: a * extend(k) & M32,
-    **{f"s_cmpk_{n}_u32": (lambda f: lambda a, k: (a, f(a, k)))(f) for n, f in ORDER.items()},
+    **{f"s_cmpk_{n}_u32": lambda a, k, order=f: (a, order(a, k)) for n, f in ORDER.items()},
     **{
-        f"s_cmpk_{n}_i32": (lambda f: lambda a, k: (a, f(to_signed(a), extend(k))))(f)
+        f"s_cmpk_{n}_i32": lambda a, k, order=f: (a, order(to_signed(a), extend(k)))
         for n, f in ORDER.items()
     },
 }

@@ -1,9 +1,10 @@
 """Which waits and barriers a run needed, and how strict each wait had to be.
 
-When a wait completes an operation, the operation is watched until another wait would have covered it too. If something
-consumes it before that (a register is used, another wave touches the LDS bytes), the wait was needed, with a count of at
-most the number of younger operations at that moment. A barrier was needed if it is the only one between two
-conflicting LDS accesses of different waves.
+When a wait completes an operation, the operation is watched until another wait would have covered
+it too. If something consumes it before that (a register is used, another wave touches the LDS
+bytes), the wait was needed, with a count of at most the number of younger operations at that
+moment. A barrier was needed if it is the only one between two conflicting LDS accesses of
+different waves.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ class WaitNeed:
     count: int
     """As written."""
     required: int | None
-    """The largest count with which every consumer is still covered; None when no consumer needs it."""
+    """The largest count with which every consumer is still covered; None when no consumer needs
+    it."""
 
 
 @dataclass

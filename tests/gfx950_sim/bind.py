@@ -1,7 +1,7 @@
 """From an instruction to a closure over one wave's registers.
 
-A closure executes the instruction once. It returns nothing, except for instructions that Program.special marks: those return the
-next instruction's index, or a negative signal.
+A closure executes the instruction once. It returns nothing, except for instructions that
+Program.special marks: those return the next instruction's index, or a negative signal.
 """
 
 from collections.abc import Callable
@@ -320,7 +320,8 @@ def _store_rows_where(
 
 
 def _typed(rows: Array, name: str) -> Array | None:
-    """A view of the destination with the result's own dtype and shape; None for 16- and 64-bit ones."""
+    """A view of the destination with the result's own dtype and shape; None for 16- and 64-bit
+    ones."""
     base, count = split_type(name)
     if DTYPES[base].itemsize != 4:
         return None
@@ -490,7 +491,8 @@ def _bind_sdwa_store(
     rows: Array,
     record: Valu,
 ) -> Closure:
-    """SDWA's dst_sel: the result's low byte or half goes there; the rest is 0, its sign, or kept (dst_unused)."""
+    """SDWA's dst_sel: the result's low byte or half goes there; the rest is 0, its sign, or kept
+    (dst_unused)."""
     select = instruction.modifiers["dst_sel"]
     unused = instruction.modifiers.get("dst_unused", 0)
     shift, width = (8 * select, 8) if select < 4 else (16 * (select - 4), 16)

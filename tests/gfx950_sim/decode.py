@@ -1,7 +1,7 @@
 """From machine code to `Instruction` records, through the tinygrad wheel's decoder.
 
-The wheel knows each encoding's bit fields and each opcode's operands and their sizes. Here operands become
-register rows, and modifiers a dict; whatever the tables do not know is an error.
+The wheel knows each encoding's bit fields and each opcode's operands and their sizes. Here
+operands become register rows, and modifiers a dict; whatever the tables do not know is an error.
 """
 
 import functools
@@ -34,8 +34,9 @@ class UnknownInstruction(NotImplementedError):
 class Operand:
     """A register range or a constant.
 
-    kind: "vgpr" (index is the row in the register file, AGPRs from 256), "sgpr" (index is the hardware number),
-    "inline" (index is the encoding), "literal" (value holds the 32 bits), "special" (vccz, execz, scc).
+    kind: "vgpr" (index is the row in the register file, AGPRs from 256), "sgpr" (index is the
+    hardware number), "inline" (index is the encoding), "literal" (value holds the 32 bits),
+    "special" (vccz, execz, scc).
     """
 
     kind: str
@@ -119,7 +120,8 @@ class Instruction:
 
 
 class Waitcnt(NamedTuple):
-    """The counters of an s_waitcnt (CDNA4 ISA 4.4): simm16 holds vmcnt in [3:0] and [15:14], expcnt in [6:4], lgkmcnt in [11:8]."""
+    """The counters of an s_waitcnt (CDNA4 ISA 4.4): simm16 holds vmcnt in [3:0] and [15:14],
+    expcnt in [6:4], lgkmcnt in [11:8]."""
 
     vmcnt: int
     expcnt: int
@@ -266,7 +268,8 @@ def _operands(inst: Any, fields: dict[str, tuple[int, Any]]) -> dict[str, Operan
 
 
 def _modifiers(fields: dict[str, tuple[int, Any]]) -> dict[str, int]:
-    """Every other field that is not at its default; cache policy bits change no value and are left out."""
+    """Every other field that is not at its default; cache policy bits change no value and are left
+    out."""
     modifiers = {}
     for key, (value, bits) in fields.items():
         if key in _NOT_MODIFIERS or isinstance(bits, (FixedBitField, SrcField, AlignedSGPRField)):
@@ -336,12 +339,19 @@ def _settle(
             modifiers["offset"] = _signed(modifiers["offset"], 13)
         if "_load_lds_" in name or name.startswith("global_store"):
             operands.pop("vdst", None)
+        if "_atomic_" in name:  # sc0: the old value is returned
+            if inst.sc0:
+                modifiers["sc0"] = 1
+            else:
+                operands.pop("vdst", None)
     elif encoding == "SCRATCH":
         if not modifiers.pop("sve", 0):
             operands.pop("addr", None)
         if "offset" in modifiers:
             modifiers["offset"] = _signed(modifiers["offset"], 13)
     elif encoding == "MUBUF":
+        if "_atomic_" in name and inst.sc0:
+            modifiers["sc0"] = 1
         if not modifiers.get("offen", 0) and not modifiers.get("idxen", 0):
             operands.pop("vaddr", None)
         if "lds" in modifiers:
@@ -350,7 +360,8 @@ def _settle(
 
 
 def _operand_of_code(code: int, count: int, literal: int | None) -> Operand:
-    """The register or constant of a 9-bit source encoding (CDNA4 ISA, table "SSRC operand encoding")."""
+    """The register or constant of a 9-bit source encoding (CDNA4 ISA, table "SSRC operand
+    encoding")."""
     if code >= 256:
         return Operand("vgpr", code - 256, count)
     if code == 255:

@@ -1,6 +1,7 @@
 """AMDGPU code objects: the ELF file, its metadata note and its kernel descriptors.
 
-Sources: LLVM "User Guide for AMDGPU Backend" (code object V5/V6, kernel descriptor, initial register state).
+Sources: LLVM "User Guide for AMDGPU Backend" (code object V5/V6, kernel descriptor, initial
+    register state).
 """
 
 import struct
@@ -48,7 +49,8 @@ class Descriptor:
 
     @property
     def float_mode(self) -> int:
-        """MODE's round and denormal bits at entry: round f32 [1:0], f64/f16 [3:2], denormals [5:4], [7:6]."""
+        """MODE's round and denormal bits at entry: round f32 [1:0], f64/f16 [3:2], denormals
+        [5:4], [7:6]."""
         return self.rsrc1 >> 12 & 0xFF
 
 
@@ -100,7 +102,8 @@ class CodeObject:
         self.mach = flags & 0xFF
         if self.mach != GFX950_MACH:
             raise CodeObjectError(
-                f"code object is for processor {self.mach:#x} (EF_AMDGPU_MACH), gfx950 is {GFX950_MACH:#x}"
+                f"code object is for processor {self.mach:#x} (EF_AMDGPU_MACH), "
+                f"gfx950 is {GFX950_MACH:#x}"
             )
         self._sections = self._read_sections()
         self._segments = self._read_segments()
@@ -191,7 +194,8 @@ class CodeObject:
 
 
 def _unpack_messagepack(data: bytes, at: int) -> tuple[Any, int]:
-    """Value at ``at`` and the position after it (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
+    """Value at ``at`` and the position after it
+    (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
     tag = data[at]
     at += 1
     if tag <= 0x7F:

@@ -20,11 +20,13 @@ class MemoryEvent:
     """Index in ``result.traces[workgroup, wave]`` of this execution."""
     instruction: Instruction
     space: str
-    """"lds", "global" or "scalar"; a DMA load makes two events: "global" (its reads) and "lds" (its writes)."""
+    """"lds", "global" or "scalar"; a DMA load makes two events: "global" (its reads) and "lds"
+    (its writes)."""
     kind: str
     """"load", "store" or "dma"."""
     addresses: Array
-    """uint64 [k, 64]: byte addresses of k accesses a lane (LDS: offset in the workgroup's LDS). Scalar: [1, 1]."""
+    """uint64 [k, 64]: byte addresses of k accesses a lane (LDS: offset in the workgroup's LDS).
+    Scalar: [1, 1]."""
     size: int
     """Bytes a lane of each access."""
     lanes: Array

@@ -1,4 +1,5 @@
-"""Running a kernel: argument segment, workgroups, waves, barriers and the order in which waves get on."""
+"""Running a kernel: argument segment, workgroups, waves, barriers and the order in which waves get
+on."""
 
 import random
 import struct
@@ -61,11 +62,13 @@ def run(
         kernel: from `CodeObject.kernel`.
         grid: workgroups in x, y, z.
         block: work items of a workgroup in x, y, z.
-        args: the explicit arguments in order (addresses and ints, floats), or the packed argument segment.
+        args: the explicit arguments in order (addresses and ints, floats), or the packed argument
+            segment.
         memory: what the kernel can reach.
-        order: which wave runs next at a switch point: "round_robin", "reversed" or the seed of a random choice. It also orders the workgroups.
-        switch: where a wave gives way: "barrier", "wait" (each s_waitcnt and barrier) or after so many instructions. A random order
-            takes a random number of instructions each time.
+        order: which wave runs next at a switch point: "round_robin", "reversed" or the seed of a
+            random choice. It also orders the workgroups.
+        switch: where a wave gives way: "barrier", "wait" (each s_waitcnt and barrier) or after so
+            many instructions. A random order takes a random number of instructions each time.
         strict: raise the first fault; otherwise collect them in ``reports`` and go on.
         observer: told of each memory access.
         workgroups: linear numbers of those to run; all by default.
@@ -130,7 +133,8 @@ def pack_arguments(
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
 ) -> bytes:
-    """The argument segment: explicit values where the metadata says, hidden ones filled as the runtime does."""
+    """The argument segment: explicit values where the metadata says, hidden ones filled as the
+    runtime does."""
     segment = bytearray(max(kernel.descriptor.kernarg_bytes, 0))
     values = list(args)
     hidden: dict[str, tuple[str, int]] = {"hidden_grid_dims": ("<H", 3)}
@@ -275,7 +279,8 @@ class Workgroup:
 
 
 class WorkgroupCache:
-    """Idle workgroups by kernel: their closures are bound already, so that a later launch starts at once."""
+    """Idle workgroups by kernel: their closures are bound already, so that a later launch starts
+    at once."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -307,7 +312,8 @@ _GROUPS = WorkgroupCache(most=8)
 
 
 def advance(wave: Wave, budget: int, at_wait: bool) -> int:
-    """Run a wave to its next barrier or end, or (signal WAITED) to a wait if ``at_wait``, or for ``budget`` instructions."""
+    """Run a wave to its next barrier or end, or (signal WAITED) to a wait if ``at_wait``, or for
+    ``budget`` instructions."""
     program = wave.program
     touches, special = program.touches, program.special
     append = wave.trace.append

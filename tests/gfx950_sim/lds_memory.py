@@ -1,10 +1,12 @@
 """A workgroup's LDS: its bytes, and the history that finds races.
 
-The history keeps, for each granule, the last access that wrote it and the last access of each wave that read it. A granule is a
-dword, or a byte in kernels with LDS instructions narrower than a dword. An access is finished in an epoch (the number of barriers
-its wave has passed) when an s_waitcnt has covered it. Accesses of two waves to one granule, of which at least one writes, are
-ordered only if the first is finished in an earlier epoch than that of the second. LDS instructions of one wave run in
-order; DMA loads are not part of that order, so their bytes may be touched by no wave until the issuing one has waited.
+The history keeps, for each granule, the last access that wrote it and the last access of each wave
+that read it. A granule is a dword, or a byte in kernels with LDS instructions narrower than a
+dword. An access is finished in an epoch (the number of barriers its wave has passed) when an
+s_waitcnt has covered it. Accesses of two waves to one granule, of which at least one writes, are
+ordered only if the first is finished in an earlier epoch than that of the second. LDS instructions
+of one wave run in order; DMA loads are not part of that order, so their bytes may be touched by no
+wave until the issuing one has waited.
 """
 
 from dataclasses import dataclass
@@ -39,7 +41,8 @@ class LdsWave(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an LDS instruction touches: for each of its accesses a lane, indexes of dwords (bytes, if narrower) and of granules."""
+    """What an LDS instruction touches: for each of its accesses a lane, indexes of dwords (bytes,
+    if narrower) and of granules."""
 
     addresses: Array
     size: int
@@ -132,6 +135,12 @@ class LdsMemory:
             self._note_write(granules, wave, operation)
             self._put(index, data, plan.size, plan.lanes)
 
+    def note_atomic(self, plan: "Plan", wave: LdsWave, operation: Operation) -> None:
+        """Note an atomic access; the caller updates `bytes` itself."""
+        for granules in plan.granules:
+            self._note_read(granules, wave, operation)
+            self._note_write(granules, wave, operation)
+
     def start_dma(self, plan: "Plan", wave: LdsWave, operation: Operation) -> None:
         """Note a DMA load's bytes as in flight."""
         self._note_write(plan.granules[0], wave, operation)
@@ -142,7 +151,8 @@ class LdsMemory:
         self._put(plan.index[0], rows, plan.size, plan.lanes)
 
     def finish(self, operation: Operation, epoch: int, watched: bool) -> None:
-        """The operation is covered by a wait in ``epoch``; ``watched``: it matters which wait that was."""
+        """The operation is covered by a wait in ``epoch``; ``watched``: it matters which wait that
+        was."""
         self.done[operation.lds_id] = epoch
         if not watched:
             self.alternative[operation.lds_id] = epoch
@@ -267,6 +277,8 @@ class LdsMemory:
             if other is None:
                 if now == "read":
                     self._report("uninitialized_lds", "", earlier == number, granules, wave)
+                continue
+            if other.atomic and operation.atomic:
                 continue
             done = int(self.done[number])
             # Two DMA loads of a wave return in order, as its LDS instructions do.

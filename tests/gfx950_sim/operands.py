@@ -1,4 +1,5 @@
-"""From operands to arrays over a wave's registers: views where possible, else functions that fetch."""
+"""From operands to arrays over a wave's registers: views where possible, else functions that
+fetch."""
 
 import functools
 from collections.abc import Callable
@@ -45,7 +46,8 @@ def constant_rows(operand: Operand, count: int) -> Array:
 
 
 def view(wave: Wave, operand: Operand, name: str) -> Array | None:
-    """A view of a source of type ``name`` with shape [64] or [1] (rows for "xN"); None if it must be fetched."""
+    """A view of a source of type ``name`` with shape [64] or [1] (rows for "xN"); None if it must
+    be fetched."""
     base, count = split_type(name)
     dtype = DTYPES[base]
     if operand.kind == "special":
@@ -71,7 +73,8 @@ def view(wave: Wave, operand: Operand, name: str) -> Array | None:
 
 
 def packed_view(wave: Wave, operand: Operand, name: str, low: int, high: int) -> Array:
-    """Rows [2, 64] of a packed source: element ``low`` for the first result, ``high`` for the second."""
+    """Rows [2, 64] of a packed source: element ``low`` for the first result, ``high`` for the
+    second."""
     base, _ = split_type(name)
     dtype = DTYPES[base]
     if operand.kind in ("inline", "literal"):
@@ -158,7 +161,8 @@ def with_sign(fetch: Fetch, absolute: int, negate: int) -> Fetch:
 
 
 def sdwa_source(wave: Wave, operand: Operand, name: str, select: int, signed: int) -> Fetch:
-    """An SDWA source: byte 0..3 (0..3), half 0..1 (4, 5) or the dword (6), zero- or sign-extended."""
+    """An SDWA source: byte 0..3 (0..3), half 0..1 (4, 5) or the dword (6), zero- or
+    sign-extended."""
     if select == 6:
         return fetcher(wave, operand, name)
     words = fetcher(wave, operand, "u32")
@@ -179,7 +183,8 @@ def sdwa_source(wave: Wave, operand: Operand, name: str, select: int, signed: in
 
 
 def dpp_source(wave: Wave, operand: Operand, name: str, control: int, bound_ctrl: int) -> Fetch:
-    """A DPP source: another lane's value; 0 where there is none or it is off and bound_ctrl is set."""
+    """A DPP source: another lane's value; 0 where there is none or it is off and bound_ctrl is
+    set."""
     source, valid = lanes_isa.dpp_source(control)
     words = wave.vgpr[operand.index]
     dtype = DTYPES[split_type(name)[0]]
@@ -192,7 +197,8 @@ def dpp_source(wave: Wave, operand: Operand, name: str, control: int, bound_ctrl
 
 
 def dpp_writes(wave: Wave, instruction: Instruction) -> Fetch:
-    """The lanes a DPP instruction may write: row_mask, bank_mask, and a source there unless bound_ctrl."""
+    """The lanes a DPP instruction may write: row_mask, bank_mask, and a source there unless
+    bound_ctrl."""
     modifiers = instruction.modifiers
     source, valid = lanes_isa.dpp_source(modifiers.get("dpp", 0))
     lane = np.arange(64)

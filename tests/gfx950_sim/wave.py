@@ -185,7 +185,8 @@ class Wave:
         return operation.counter == "lgkmcnt" and isinstance(record, LdsAccess)
 
     def _poison(self, operation: Operation) -> None:
-        """What a too early reader sees; true values of scalar registers, so that addresses and loops stay sane."""
+        """What a too early reader sees; true values of scalar registers, so that addresses and
+        loops stay sane."""
         if operation.counter == "smem":
             first, values = operation.data
             for i, value in enumerate(values):
@@ -251,8 +252,9 @@ class Wave:
     def wait(self, index: int, vmcnt: int, lgkmcnt: int) -> None:
         """s_waitcnt: complete what the counts guarantee.
 
-        Vector memory and LDS operations return in order, so an operation is complete when no more than ``count``
-        younger ones of its kind can be outstanding with it. Scalar loads return in any order: only 0 covers them.
+        Vector memory and LDS operations return in order, so an operation is complete when no more
+        than ``count`` younger ones of its kind can be outstanding with it. Scalar loads return in
+        any order: only 0 covers them.
         """
         self.current = index
         self.launch.analysis.executed.add(index)
@@ -300,7 +302,8 @@ class Wave:
             self._complete(operation, index, len(queue), count)
 
     def _complete(self, operation: Operation, index: int, younger: int, count: int) -> None:
-        """Deliver an operation's results; the wait ``index`` asked for ``count`` and ``younger`` were issued after it."""
+        """Deliver an operation's results; the wait ``index`` asked for ``count`` and ``younger``
+        were issued after it."""
         operation.wait, operation.younger = index, younger
         counter = "vmcnt" if operation.counter == "vmcnt" else "lgkmcnt"
         tight = self.launch.analysis.required.get((index, counter)) == count

@@ -1,4 +1,5 @@
-"""Float arithmetic as hardware does it, where NumPy alone does not: FMA, minimum and maximum, transcendental functions.
+"""Float arithmetic as hardware does it, where NumPy alone does not: FMA, minimum and maximum,
+transcendental functions.
 
 f32 and f16 denormals are kept, except by the transcendental functions (see `flushed`).
 """
@@ -17,8 +18,9 @@ _SMALLEST_NORMAL = np.float32(2.0**-126)
 def fma_f32(a: Array, b: Array, c: Array) -> Array:
     """a * b + c, rounded once.
 
-    The product of two f32 is exact in f64. Their sum with c is first rounded to odd in f64 (the error of the f64 sum decides the last
-    bit), so that rounding it to f32 is the only rounding that counts (Boldo and Melquiond, 2008).
+    The product of two f32 is exact in f64. Their sum with c is first rounded to odd in f64 (the
+    error of the f64 sum decides the last bit), so that rounding it to f32 is the only rounding
+    that counts (Boldo and Melquiond, 2008).
     """
     product = np.multiply(a, b, dtype=np.float64)
     addend = c.astype(np.float64)
@@ -29,14 +31,16 @@ def fma_f32(a: Array, b: Array, c: Array) -> Array:
         inexact = (error != 0) & np.isfinite(total)
         bits = total.view(np.int64)
         even = inexact & (bits & 1 == 0)
-        # Move an even last bit toward the exact value: away from zero if the error has total's sign.
+        # Move an even last bit toward the exact value: away from zero if the error has total's
+        # sign.
         step = np.where((error > 0) == (total > 0), 1, -1)
         total = (bits + np.where(even, step, 0)).view(np.float64)
     return total.astype(np.float32)
 
 
 def fma_f16(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c in f16, rounded once: the product is exact in f32, and the sum with odd rounding as in `fma_f32` in f64."""
+    """a * b + c in f16, rounded once: the product is exact in f32, and the sum with odd rounding
+    as in `fma_f32` in f64."""
     exact = a.astype(np.float64) * b.astype(np.float64)
     addend = c.astype(np.float64)
     total = (
@@ -88,7 +92,8 @@ def _is_plain(a: Array, b: Array, chosen: Array) -> bool:
 
 
 def max_f32(a: Array, b: Array) -> Array:
-    """The larger; a quiet NaN loses to a number, a signaling one wins, quieted (MODE.IEEE is set); +0 > -0."""
+    """The larger; a quiet NaN loses to a number, a signaling one wins, quieted (MODE.IEEE is set);
+    +0 > -0."""
     chosen = np.fmax(a, b)
     return chosen if _is_plain(a, b, chosen) else _exact_extreme(a, b, True)
 
@@ -139,8 +144,9 @@ def flushed(x: Array) -> Array:
 def transcendental(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """A one-argument function rounded from f64, with denormal inputs and results flushed.
 
-    Hardware is within 1 ulp and flushes f32 denormals whatever MODE says: LLVM scales arguments around v_exp_f32, v_log_f32, v_sqrt_f32 and v_rcp_f32
-    for that reason (AMDGPULegalizerInfo.cpp, needsDenormHandlingF32).
+    Hardware is within 1 ulp and flushes f32 denormals whatever MODE says: LLVM scales arguments
+    around v_exp_f32, v_log_f32, v_sqrt_f32 and v_rcp_f32 for that reason (AMDGPULegalizerInfo.cpp,
+    needsDenormHandlingF32).
     """
 
     def wrapped(x: Array) -> Array:
@@ -160,7 +166,8 @@ def _scaled(x: Array, power: int) -> Array:
 
 
 def div_scale_f32(s0: Array, s1: Array, s2: Array) -> tuple[Array, Array]:
-    """Scale numerator (s0 = s2) or denominator (s0 = s1) of s2 / s1 so that Newton steps stay in range.
+    """Scale numerator (s0 = s2) or denominator (s0 = s1) of s2 / s1 so that Newton steps stay in
+    range.
 
     The mask says where v_div_fmas has to undo it. CDNA4 ISA, V_DIV_SCALE_F32, read so that the
     division that LLVM builds on it is right: its comparisons with DENORM are of f32 values, and a
@@ -211,7 +218,8 @@ def div_fmas_f32(a: Array, b: Array, c: Array, scale: Array) -> Array:
 
 
 def div_fixup_f32(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """The quotient with the special cases of IEEE division put right (CDNA4 ISA, V_DIV_FIXUP_F32)."""
+    """The quotient with the special cases of IEEE division put right (CDNA4 ISA,
+    V_DIV_FIXUP_F32)."""
     q, d, n = (
         np.ascontiguousarray(x) for x in np.broadcast_arrays(quotient, denominator, numerator)
     )
@@ -253,8 +261,8 @@ def frexp_mant_f32(x: Array) -> Array:
 
 
 def class_f32(x: Array, wanted: Array) -> Array:
-    """Whether x is in one of the classes whose bits are set: 0 sNaN, 1 qNaN, 2 -inf, 3 -normal, 4 -denormal, 5 -0, 6 +0, 7 +denormal,
-    8 +normal, 9 +inf."""
+    """Whether x is in one of the classes whose bits are set: 0 sNaN, 1 qNaN, 2 -inf, 3 -normal, 4
+    -denormal, 5 -0, 6 +0, 7 +denormal, 8 +normal, 9 +inf."""
     bits = x.view(np.uint32)
     negative = bits & _SIGN != 0
     exponent = _exponent(x)

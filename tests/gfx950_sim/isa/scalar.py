@@ -1,7 +1,7 @@
 """Scalar ALU and branches, over Python ints as stored (unsigned).
 
-Sources: the pseudocode of the CDNA4 ISA, chapter 12 (SOP2, SOPK, SOP1, SOPC, SOPP). SCC is a carry, or "result is not 0", or the outcome
-of a comparison.
+Sources: the pseudocode of the CDNA4 ISA, chapter 12 (SOP2, SOPK, SOP1, SOPC, SOPP). SCC is a
+carry, or "result is not 0", or the outcome of a comparison.
 """
 
 from collections.abc import Callable
@@ -177,7 +177,8 @@ _COMPARES = {
 
 
 def _save_exec(combine: Callable[[int, int], int]) -> Salu:
-    """D = EXEC; EXEC = combine(source, EXEC); SCC is "EXEC is not 0". Gets and gives EXEC as ``old``."""
+    """D = EXEC; EXEC = combine(source, EXEC); SCC is "EXEC is not 0". Gets and gives EXEC as
+    ``old``."""
     return Salu(combine, 64, (64,), writes_scc=True)
 
 

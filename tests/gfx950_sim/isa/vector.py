@@ -1,7 +1,8 @@
 """Vector ALU: integers, bits, floats, comparisons; one line a simple instruction.
 
-Source: the pseudocode of the CDNA4 ISA, chapter 12 (VOP1, VOP2, VOP3, VOP3P, VOPC). Arrays have the dtype that the table gives and
-one element a lane; integer arithmetic wraps. "rev" forms swap the sources.
+Source: the pseudocode of the CDNA4 ISA, chapter 12 (VOP1, VOP2, VOP3, VOP3P, VOPC). Arrays have
+the dtype that the table gives and one element a lane; integer arithmetic wraps. "rev" forms swap
+the sources.
 """
 
 from collections.abc import Callable
@@ -137,7 +138,8 @@ def align(high: Array, low: Array, bits: Array) -> Array:
 
 
 def perm_b32(a: Array, b: Array, select: Array) -> Array:
-    """Each byte of ``select`` picks a byte of {a, b} (b is bytes 0..3), a sign (8..11), 0 (12) or 0xff."""
+    """Each byte of ``select`` picks a byte of {a, b} (b is bytes 0..3), a sign (8..11), 0 (12) or
+    0xff."""
     data = concat(a, b)
     result = np.zeros(64, np.uint32)
     for i in range(4):
@@ -261,7 +263,8 @@ def dot2_accumulate(halves: Function) -> Function:
 def fma_mix(
     a: Array, b: Array, c: Array, op_sel: int, op_sel_hi: int, neg: int, neg_hi: int
 ) -> Array:
-    """fma of f32, or of the f16 half op_sel where op_sel_hi is set; neg_hi takes the absolute value."""
+    """fma of f32, or of the f16 half op_sel where op_sel_hi is set; neg_hi takes the absolute
+    value."""
 
     def source(x: Array, i: int) -> Array:
         if op_sel_hi >> i & 1:
