@@ -1,8 +1,8 @@
 """A simulator of gfx950 (CDNA4) machine code that distrusts the kernel.
 
 It runs code objects from their bytes: ELF and metadata (`elf`), decoded by the tinygrad wheel's
-tables (`decode`), executed in NumPy over the 64 lanes of a wave (`wave`, `launch`), with the meaning of
-each instruction in one small module a family (`isa`). README.md says what is modelled.
+tables (`decode`), executed in NumPy over the 64 lanes of a wave (`wave`, `launch`), with the
+meaning of each instruction in one small module a family (`isa`). README.md says what is modelled.
 
 How the parts fit
 =================

@@ -28,7 +28,7 @@ def _check(instruction: Instruction, allowed: set[str]) -> None:
             )
 
 
-def _tell(
+def tell(
     wave: Wave,
     instruction: Instruction,
     space: str,
@@ -37,6 +37,7 @@ def _tell(
     size: int,
     lanes: Array | None,
 ) -> None:
+    """Tell the run's observer of an access."""
     observer = wave.launch.observer
     if observer is not None:
         event = MemoryEvent(
@@ -57,7 +58,8 @@ def _tell(
 
 
 def bind_smem(wave: Wave, instruction: Instruction, count: int) -> Closure:
-    """s_load_dword*: base + offset (+ soffset), the two low bits ignored (CDNA4 ISA, "Scalar memory")."""
+    """s_load_dword*: base + offset (+ soffset), the two low bits ignored (CDNA4 ISA, "Scalar
+    memory")."""
     _check(instruction, {"offset"})
     operands = instruction.operands
     base = scalar_reader(wave, operands["sbase"], 64)
@@ -73,7 +75,7 @@ def bind_smem(wave: Wave, instruction: Instruction, count: int) -> Closure:
         wave.issue(Operation(index, "smem", wave.number, mask, data=(first, values)))
         if wave.launch.observer is not None:
             where = np.array([[address]], np.uint64)
-            _tell(wave, instruction, "scalar", "load", where, 4 * count, None)
+            tell(wave, instruction, "scalar", "load", where, 4 * count, None)
 
     return execute
 
@@ -96,7 +98,8 @@ def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure
     plans: dict[bytes, Plan] = {}
 
     def plan() -> Plan:
-        """LDS addresses seldom change from one iteration of a loop to the next: the last few plans are kept."""
+        """LDS addresses seldom change from one iteration of a loop to the next: the last few plans
+        are kept."""
         if not wave.all_lanes:
             lanes = wave.lanes.copy()
             return lds.plan(locate(vaddr, offset0, offset1), size, lanes, wave, record.align)
@@ -123,7 +126,7 @@ def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure
             lds.store(what, rows, wave, operation)
             wave.issue(operation)
             if wave.launch.observer is not None:
-                _tell(wave, instruction, "lds", "store", what.addresses, size, what.lanes)
+                tell(wave, instruction, "lds", "store", what.addresses, size, what.lanes)
 
         return store
     target, mask = rows_view(wave, operands["vdst"]), bits_of(operands["vdst"])
@@ -142,7 +145,7 @@ def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure
         operation.data = rows
         wave.issue(operation)
         if wave.launch.observer is not None:
-            _tell(wave, instruction, "lds", "load", what.addresses, size, what.lanes)
+            tell(wave, instruction, "lds", "load", what.addresses, size, what.lanes)
 
     return load
 
@@ -169,17 +172,22 @@ def _bind_exchange(
 
 def bind_vmem(wave: Wave, instruction: Instruction, record: VmemAccess) -> Closure:
     """Global and buffer loads and stores, and loads to LDS."""
-    if instruction.encoding == "GLOBAL":
-        _check(instruction, {"offset"})
-        locate = _global_locator(wave, instruction)
-    else:
-        _check(instruction, {"offset", "offen", "idxen", "lds"})
-        locate = _buffer_locator(wave, instruction, record.size)
+    locate = locator(wave, instruction, record.size)
     if record.kind == "dma":
         return _bind_dma(wave, instruction, record, locate)
     if record.kind == "store":
         return _bind_store(wave, instruction, record, locate)
     return _bind_load(wave, instruction, record, locate)
+
+
+def locator(wave: Wave, instruction: Instruction, size: int) -> Any:
+    """A function that gives addresses, uint64 [64], and the dwords in range, bool [k, 64] or None
+    for all."""
+    if instruction.encoding == "GLOBAL":
+        _check(instruction, {"offset", "sc0"})
+        return _global_locator(wave, instruction)
+    _check(instruction, {"offset", "offen", "idxen", "lds", "sc0"})
+    return _buffer_locator(wave, instruction, size)
 
 
 def _global_locator(wave: Wave, instruction: Instruction) -> Any:
@@ -245,7 +253,7 @@ def _bind_load(wave: Wave, instruction: Instruction, record: VmemAccess, locate:
             rows = rule(rows, _EVERY_LANE if lanes is None else lanes, **old)
         wave.issue(Operation(index, "vmcnt", wave.number, mask, target, rows, lanes))
         if wave.launch.observer is not None:
-            _tell(wave, instruction, "global", "load", address, size, lanes)
+            tell(wave, instruction, "global", "load", address, size, lanes)
 
     return load
 
@@ -270,7 +278,7 @@ def _bind_store(wave: Wave, instruction: Instruction, record: VmemAccess, locate
                 memory.store(part, data[i : i + 1], min(size, 4), chosen, wave)
         wave.issue(Operation(index, "vmcnt", wave.number))
         if wave.launch.observer is not None:
-            _tell(wave, instruction, "global", "store", address, size, lanes)
+            tell(wave, instruction, "global", "store", address, size, lanes)
 
     return store
 
@@ -302,7 +310,7 @@ def _bind_dma(wave: Wave, instruction: Instruction, record: VmemAccess, locate: 
         lds.start_dma(plan, wave, operation)
         wave.issue(operation)
         if wave.launch.observer is not None:
-            _tell(wave, instruction, "global", "dma", address, size, lanes)
-            _tell(wave, instruction, "lds", "dma", plan.addresses, size, plan.lanes)
+            tell(wave, instruction, "global", "dma", address, size, lanes)
+            tell(wave, instruction, "lds", "dma", plan.addresses, size, plan.lanes)
 
     return load

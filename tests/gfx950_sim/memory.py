@@ -1,7 +1,7 @@
 """Global memory: a set of allocations with bounds, 64-bit addresses, and what was ever written.
 
-Arrays are used in place. A sparse allocation keeps only the pages somebody touched, so that a cache of many gigabytes
-costs nothing.
+Arrays are used in place. A sparse allocation keeps only the pages somebody touched, so that a
+cache of many gigabytes costs nothing.
 """
 
 import bisect
@@ -60,8 +60,8 @@ class Allocation:
             offsets: int64 [64], inside the allocation.
             size: bytes a lane; 1 or 2 give one zero-extended dword.
 
-        Returns:
-            uint32 [max(size // 4, 1), 64], and the lanes (bool [64]) that read a byte never written, or None.
+        Returns: uint32 [max(size // 4, 1), 64], and the lanes (bool [64]) that read a byte never
+            written, or None.
         """
         if size >= 4 and not (int(np.bitwise_or.reduce(offsets)) & 3):
             index = (offsets >> 2) + _STEPS[: size // 4]
@@ -85,8 +85,8 @@ class Allocation:
             rows: uint32 [max(size // 4, 1), k].
             workgroup: who stores.
 
-        Returns:
-            bool [k], the lanes that replace another workgroup's different value; None if there is none.
+        Returns: bool [k], the lanes that replace another workgroup's different value; None if
+            there is none.
         """
         index = offsets[:, np.newaxis] + np.arange(size)
         values = np.ascontiguousarray(rows.T).view(np.uint8)[:, :size]
@@ -105,6 +105,12 @@ class Allocation:
             self._written[index] = 1
         return clash
 
+    def cell(self, offset: int, size: int) -> tuple[Array, Array | None]:
+        """The bytes of an aligned item, uint8 [size], and whether each was written; for update in
+        place."""
+        written = None if self._written is None else self._written[offset : offset + size]
+        return self._data[offset : offset + size], written
+
     def bytes(self, offset: int, count: int) -> Array:
         """The bytes from ``offset``: uint8 [count]."""
         return self._data[offset : offset + count]
@@ -114,7 +120,8 @@ class SparseAllocation(Allocation):
     """An allocation whose pages come into being when first touched.
 
     Args:
-        fill: ``fill(page) -> uint8 [page_bytes]``, the content of a page at first touch; None: never written.
+        fill: ``fill(page) -> uint8 [page_bytes]``, the content of a page at first touch; None:
+            never written.
         page_bytes: a multiple of 16.
     """
 
@@ -156,6 +163,9 @@ class SparseAllocation(Allocation):
         first, last = offsets // self._page_bytes, (offsets + size - 1) // self._page_bytes
         for number in np.unique(np.concatenate([first, last])):
             yield self._page(int(number)), int(number) * self._page_bytes
+
+    def cell(self, offset: int, size: int) -> tuple[Array, Array | None]:
+        return self._page(offset // self._page_bytes).cell(offset % self._page_bytes, size)
 
     def load(self, offsets: Array, size: int) -> tuple[Array, Array | None]:
         values = np.zeros((offsets.size, size), np.uint8)
@@ -260,8 +270,10 @@ class Memory:
 
         Args:
             size: in bytes, of any magnitude below 2^47.
-            fill: gives a page's bytes (uint8 [page_bytes]) by its number; None: bytes are never written at first.
-            page_bytes: a multiple of 16; with a multiple of the record size, ``fill`` can think in whole records.
+            fill: gives a page's bytes (uint8 [page_bytes]) by its number; None: bytes are never
+                written at first.
+            page_bytes: a multiple of 16; with a multiple of the record size, ``fill`` can think in
+                whole records.
         """
         if page_bytes <= 0 or page_bytes % 16:
             raise ValueError(f"page_bytes must be a multiple of 16, got {page_bytes}")
@@ -270,7 +282,8 @@ class Memory:
         )
 
     def map_host(self, pointer: int, size: int, name: str = "", writable: bool = False) -> int:
-        """Make ``size`` bytes of this process's memory addressable at their own address, in place."""
+        """Make ``size`` bytes of this process's memory addressable at their own address, in
+        place."""
         buffer = (ctypes.c_uint8 * size).from_address(pointer)
         data = np.ctypeslib.as_array(buffer)
         return self._add(Allocation(pointer, data, name, writable, None))
@@ -344,7 +357,8 @@ class Memory:
             address: uint64 [64].
             size: bytes a lane.
             lanes: bool [64], the lanes that access; None: all.
-            watcher: told of accesses outside allocations and of bytes never written; those lanes get `POISON`.
+            watcher: told of accesses outside allocations and of bytes never written; those lanes
+                get `POISON`.
 
         Returns:
             uint32 [max(size // 4, 1), 64]; lanes that do not access get anything.
@@ -373,7 +387,8 @@ class Memory:
     def store(
         self, address: Array, rows: Array, size: int, lanes: Array | None, watcher: Watcher
     ) -> None:
-        """Store ``size`` bytes a lane; arguments as for `load`, rows uint32 [max(size // 4, 1), 64]."""
+        """Store ``size`` bytes a lane; arguments as for `load`, rows uint32 [max(size // 4, 1),
+        64]."""
         for allocation, chosen in self._split(address, size, lanes, watcher):
             if not allocation.writable:
                 lane = int(chosen[0])
@@ -387,6 +402,22 @@ class Memory:
                 where = f"byte {int(address[lane]) - allocation.base} of {describe(allocation)}"
                 detail = f"another workgroup stored a different value at {where}"
                 watcher.report("conflicting_stores", detail, lane, int(address[lane]))
+
+    def cell(self, address: int, size: int, watcher: Watcher, lane: int) -> Array | None:
+        """The bytes of an atomic's item, uint8 [size], for update in place; None after a fault."""
+        allocation = self.find(address, size)
+        if address % size:
+            watcher.report("misaligned", f"atomic of {size} bytes", lane, address)
+        elif allocation is None:
+            watcher.report("out_of_bounds", f"atomic at {self.nearest(address)}", lane, address)
+        elif not allocation.writable:
+            watcher.report("read_only", f"{describe(allocation)} is read-only", lane, address)
+        else:
+            data, written = allocation.cell(address - allocation.base, size)
+            if written is not None and not written.all():
+                watcher.report("uninitialized_memory", describe(allocation), lane, address)
+            return data
+        return None
 
     def load_scalar(self, address: int, count: int, watcher: Watcher) -> list[int]:
         """``count`` dwords at an address (SMEM)."""

@@ -33,6 +33,8 @@ class Operation:
     """Number of earlier operations of the same counter and wave."""
     lds_id: int = 0
     """Its number in the LDS history, 0 when it touches none."""
+    atomic: bool = False
+    """An atomic LDS access: two of them need no order."""
     epoch: int = 0
     """Barriers the wave had passed at issue."""
     dma: Any = None

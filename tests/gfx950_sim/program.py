@@ -1,7 +1,8 @@
 """A kernel's instructions with their table records, and the registers each reads and writes.
 
-Register sets are Python ints used as bit sets: bit r < 512 is row r of the vector register file, bit 512 + n scalar register n, bit
-640 SCC. One AND then tells whether an instruction touches a register that needs a closer look.
+Register sets are Python ints used as bit sets: bit r < 512 is row r of the vector register file,
+bit 512 + n scalar register n, bit 640 SCC. One AND then tells whether an instruction touches a
+register that needs a closer look.
 """
 
 import functools
@@ -39,8 +40,8 @@ CONTROL = {
     "s_waitcnt": WAIT,
     "s_barrier": BARRIER,
     "s_endpgm": END,
-    # Scheduling hints and time: no effect on values. s_nop also covers hazards, which LLVM inserts and this
-    # simulator does not check.
+    # Scheduling hints and time: no effect on values. s_nop also covers hazards, which LLVM inserts
+    # and this simulator does not check.
     **dict.fromkeys(
         ("s_nop", "v_nop", "s_setprio", "s_sleep", "s_sched_barrier", "s_inst_prefetch"), NOTHING
     ),
