@@ -12,8 +12,7 @@ from jax_sparse_mla.kernel.contract import HEADS_PER_GROUP
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.reference import (
     CPU_TILING,
-    GPU_TILING,
-    GPU_TILING_FLOAT32,
+    gpu_tiling,
     nothing,
     sparse_mla_reference,
 )
@@ -104,11 +103,13 @@ def run_reference(
 ) -> tuple[Array, Array]:
     """The op through the reference; it has no use for splits nor for the hint on masked entries."""
     shape, folded = fold(*operands)
+    width = operands[3].shape[-1]
     tiling = CPU_TILING
     if on_gpu:
         exact = params["scale_format"] == "pow2" or operands[2].dtype == jnp.bfloat16
-        tiling = GPU_TILING if exact else GPU_TILING_FLOAT32
-    return unfold(shape, *sparse_mla_reference(*folded, tiling=tiling, **params))
+        tiling = gpu_tiling(operands[0].shape[-2], width, exact)
+    results = sparse_mla_reference(*folded, tiling=tiling, width=width, **params)
+    return unfold(shape, *results)
 
 
 def run_kernel(

@@ -13,7 +13,7 @@ Nothing of the size of (rows, entries) is ever held, and a block stops at its lo
 is cut depends on the row alone, so its result is the same bits beside any other rows.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -32,16 +32,30 @@ class Tiling(NamedTuple):
     """Entries a tile."""
     dtype: DTypeLike
     """Operands of the matrix products; everything else is float32."""
+    logits: Literal["rth", "rht"]
+    """Order of the axes of the logits: row, entry and head."""
     decode_first: int | None
     """Decode the whole cache first where the entries are at least so many times its records."""
 
 
 # On a CPU one row's matrix products keep a core busy, and their operands fit its cache.
-CPU_TILING = Tiling(rows=1, entries=128, dtype=jnp.float32, decode_first=None)
-# On a GPU a launch has to be large; e4m3 times a power of two is exact in bfloat16.
-GPU_TILING = Tiling(rows=64, entries=2048, dtype=jnp.bfloat16, decode_first=8)
-# Any other scale is not.
-GPU_TILING_FLOAT32 = Tiling(rows=16, entries=2048, dtype=jnp.float32, decode_first=None)
+CPU_TILING = Tiling(1, 128, jnp.float32, "rth", decode_first=None)
+
+
+def gpu_tiling(num_heads: int, width: int, exact_in_bfloat16: bool) -> Tiling:
+    """Blocks large enough to fill a GPU, within 256 MiB of values and logits.
+
+    Args:
+      num_heads: H.
+      width: the longest row there can be.
+      exact_in_bfloat16: whether values are, as an e4m3 code times a power of two is.
+    """
+    entries = min(2048, -(-width // 128) * 128)
+    bytes_an_entry = (2 if exact_in_bfloat16 else 4) * (LATENT_DIM + ROPE_DIM) + 11 * num_heads
+    rows = max(8, (1 << 28) // (entries * bytes_an_entry) // 8 * 8)
+    if exact_in_bfloat16:
+        return Tiling(rows, entries, jnp.bfloat16, "rht", decode_first=8)
+    return Tiling(rows, entries, jnp.float32, "rht", decode_first=None)
 
 
 def sparse_mla_reference(
@@ -55,6 +69,7 @@ def sparse_mla_reference(
     softmax_scale: float,
     scale_format: ScaleFormat,
     partial: bool,
+    width: int,
     tiling: Tiling = CPU_TILING,
 ) -> tuple[Array, Array]:
     """Attention of n rows over the records their entries select.
@@ -69,6 +84,7 @@ def sparse_mla_reference(
       softmax_scale: factor of the logits.
       scale_format: which scales a record may have, ``"pow2"`` or ``"float32"``.
       partial: float32 out, to be merged with other parts, instead of bfloat16.
+      width: the longest row there can be.
       tiling: how to cut the work.
 
     Returns:
@@ -83,16 +99,20 @@ def sparse_mla_reference(
     # the last block up has number n: it reads some row, with no entry, and writes nothing.
     length = jnp.maximum(row_end - row_begin, 0)
     num_blocks = -(-n // tiling.rows)
+    block_rows = -(-n // num_blocks)
+    one_tile = width <= tiling.entries
     order = jnp.arange(n, dtype=jnp.int32)
-    if tiling.rows > 1:
+    if block_rows > 1 and not one_tile:
         order = jnp.argsort(length).astype(jnp.int32)
-        order = jnp.pad(order, (0, num_blocks * tiling.rows - n), constant_values=n)
+    order = jnp.pad(order, (0, num_blocks * block_rows - n), constant_values=n)
 
     num_records = kv.shape[0]
     cache: tuple[Array, ...] = (kv,)
     often = tiling.decode_first and indices.shape[0] >= tiling.decode_first * num_records
     if often and kv.dtype != jnp.bfloat16:
         cache = tuple(part.astype(tiling.dtype) for part in decode(kv, scale_format))
+
+    t = tiling.logits.index("t")
 
     def attend(rows: Array) -> tuple[Array, Array]:
         """One block: rows [R] -> float32 out [R, H, 512] and lse [R, H]."""
@@ -118,21 +138,26 @@ def sparse_mla_reference(
             latent = jnp.where(valid[..., None], latent, 0).astype(tiling.dtype)
             rope = jnp.where(valid[..., None], rope, 0).astype(tiling.dtype)
 
-            logits = _dot("rhd,rtd->rth", q_nope, latent) + _dot("rhd,rtd->rth", q_pe, rope)
-            logits = jnp.where(valid[..., None], logits * jnp.float32(softmax_scale), -jnp.inf)
-            new_top = jnp.maximum(top, logits.max(1))
+            product = f"rhd,rtd->{tiling.logits}"
+            logits = _dot(product, q_nope, latent) + _dot(product, q_pe, rope)
+            counts = jnp.expand_dims(valid, 3 - t)
+            logits = jnp.where(counts, logits * jnp.float32(softmax_scale), -jnp.inf)
+            new_top = jnp.maximum(top, logits.max(t))
             # Until a row has met a valid entry its maximum is -inf, and -inf - -inf is NaN.
             base = jnp.where(new_top == -jnp.inf, 0, new_top)
             shrink = jnp.exp(top - base)
-            p = jnp.exp(logits - base[:, None])
-            weighted = _dot("rth,rtd->rhd", p.astype(tiling.dtype), latent)
-            total = total * shrink + p.sum(1)
+            p = jnp.exp(logits - jnp.expand_dims(base, t))
+            weighted = _weigh(p, latent, tiling.logits)
+            total = total * shrink + p.sum(t)
             return first + tiling.entries, new_top, total, out * shrink[..., None] + weighted
 
         zero, minus_infinity = nothing(q_nope, partial=True)
         start = jnp.int32(0), minus_infinity, jnp.zeros_like(minus_infinity), zero
-        longest = end.max()
-        _, top, total, out = lax.while_loop(lambda carry: carry[0] < longest, tile, start)
+        if one_tile:  # A GPU program waits for the host at every condition of a loop.
+            _, top, total, out = tile(start)
+        else:
+            longest = end.max()
+            _, top, total, out = lax.while_loop(lambda carry: carry[0] < longest, tile, start)
         return jnp.where(total[..., None] == 0, 0, out / total[..., None]), top + jnp.log(total)
 
     # XLA on the CPU makes a float32 copy of a whole bfloat16 array that a loop reads from or writes
@@ -141,7 +166,7 @@ def sparse_mla_reference(
     bits = out if partial else lax.bitcast_convert_type(out, jnp.uint16)
 
     def block(i: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows = lax.dynamic_slice(order, (i * tiling.rows,), (tiling.rows,))
+        rows = lax.dynamic_slice(order, (i * block_rows,), (block_rows,))
         out, lse = attend(rows)
         if not partial:
             out = lax.bitcast_convert_type(out.astype(jnp.bfloat16), jnp.uint16)
@@ -213,6 +238,18 @@ def _dot(subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(
         subscripts, x, y, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
     )
+
+
+def _weigh(p: Array, latent: Array, axes: Literal["rth", "rht"]) -> Array:
+    """Sum over entries of p times latent [R, T, 512], to [R, H, 512], with p in float32's accuracy."""
+    product = f"{axes},rtd->rhd"
+    if latent.dtype == jnp.float32:
+        return _dot(product, p, latent)
+    # bfloat16 would round p by 2^-9, too much where the sum cancels: its rest goes as more heads.
+    high = lax.reduce_precision(p, exponent_bits=8, mantissa_bits=7)
+    parts = jnp.concatenate([high, p - high], axes.index("h")).astype(latent.dtype)
+    high, low = jnp.split(_dot(product, parts, latent), 2, axis=1)
+    return high + low
 
 
 def _take(x: Array, rows: Array) -> Array:
