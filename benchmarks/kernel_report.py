@@ -443,19 +443,23 @@ def print_stalls(name: str, measured: Measured, count: int) -> None:
 
 
 def print_sensitivity(measured: Measured, baseline: Measured | None) -> None:
-    """Prints clocks a tile, and against the baseline, with each parameter 30% lower and higher."""
-    print(f"\n{'parameter':18}{'value':>9}  clocks a tile at -30% and +30% (against the baseline)")
+    """Prints the estimates with each parameter 30% lower and higher."""
+    print("\nestimates with one parameter at -30% and at +30%; in brackets: against the baseline")
+    print(f"{'parameter':18}{'value':>8}{'clocks a tile':>34}{'us, n = 256':>16}{'us, n = 1':>14}")
     for name, value, unit, _ in Parameters.rows():
-        line = f"{name:18}{value:>9g}"
+        clocks, many, one = "", [], []
         for factor in (0.7, 1.3):
             setting = measured.parameters.scaled(name, factor)
             changed = measured.with_parameters(setting)
-            clocks = changed.clocks_per_tile(changed.residents)
-            line += f"  {clocks:8,.0f}"
+            tile = changed.clocks_per_tile(changed.residents)
+            clocks += f"{tile:9,.0f}"
             if baseline is not None:
                 other = baseline.with_parameters(setting)
-                line += f" ({clocks / other.clocks_per_tile(other.residents):.2f})"
-        print(f"{line}  {unit}")
+                clocks += f" ({tile / other.clocks_per_tile(other.residents):.2f})"
+            many.append(f"{changed.decode_many().microseconds:.1f}")
+            one.append(f"{changed.decode_one().microseconds:.1f}")
+        figures = f"{clocks:>34}{' '.join(many):>16}{' '.join(one):>14}"
+        print(f"{name:18}{value:>8g}{figures}  {unit}", flush=True)
 
 
 def specialisations(first_only: bool) -> dict[str, bytes]:
