@@ -75,6 +75,19 @@ def test_driver(driver: Path) -> None:
     assert failed == 0
 
 
+@pytest.mark.slow  # builds release code
+def test_overhead_is_within_its_limit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.shim_overhead", "--rounds", "100"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 PRELUDE = '''
 import hashlib, os, re, sys, threading
 import jax, jax.numpy as jnp, numpy as np
