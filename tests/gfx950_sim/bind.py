@@ -252,7 +252,11 @@ def bind_valu(wave: Wave, instruction: Instruction, record: Valu) -> tuple[Closu
 
         def execute_dpp() -> None:
             result = as_rows(function(*[f() for f in fetches]), record.dst)
-            np.copyto(rows, result, where=writable())
+            lanes = writable()
+            if lanes is None:
+                rows[...] = result
+            else:
+                np.copyto(rows, result, where=lanes)
 
         return _both(execute_dpp)
     if record.extra is not None:
@@ -375,7 +379,7 @@ def _bind_sources(
                 fetcher(wave, operand, name) if direct is None else (lambda d: lambda: d)(direct)
             )
         if not record.packed and (absolute >> i & 1 or negate >> i & 1):
-            fetch = with_sign(fetch, absolute >> i & 1, negate >> i & 1)
+            fetch = with_sign(fetch, direct, absolute >> i & 1, negate >> i & 1)
             direct = None
         fetches.append(fetch)
         views.append(direct)
@@ -398,12 +402,8 @@ def _packed_source(
 def _packed_sign(direct: Array, signs: list[int]) -> Fetch:
     kind = np.dtype(f"u{direct.itemsize}")
     flip = np.array(signs, kind)[:, np.newaxis] << kind.type(8 * direct.itemsize - 1)
-
-    def fetch() -> Array:
-        both = np.broadcast_to(direct, (2, direct.shape[1]))
-        return (np.ascontiguousarray(both).view(kind) ^ flip).view(direct.dtype)
-
-    return fetch
+    bits, dtype = direct.view(kind), direct.dtype
+    return lambda: (bits ^ flip).view(dtype)
 
 
 def _clamped(

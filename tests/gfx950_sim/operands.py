@@ -142,20 +142,30 @@ def special_value(wave: Wave, operand: Operand) -> int:
     return int((wave.vcc if operand.index == 251 else wave.exec_mask) == 0)
 
 
-def with_sign(fetch: Fetch, absolute: int, negate: int) -> Fetch:
-    """The source modifiers |x| and -x, which act on the sign bit alone, NaN included."""
+def with_sign(fetch: Fetch, direct: Array | None, absolute: int, negate: int) -> Fetch:
+    """The source modifiers |x| and -x, which act on the sign bit alone, NaN included.
+
+    Args:
+        fetch: gives the source.
+        direct: a view that always holds what ``fetch`` would give, or None.
+        absolute: whether to clear the sign.
+        negate: whether to flip it (after ``absolute``).
+    """
+    dtype = (fetch() if direct is None else direct).dtype
+    if dtype.kind != "f":
+        raise UnknownInstruction("abs or neg of an integer source")
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    sign = unsigned.type(_SIGN_BIT[dtype.itemsize])
+    magnitude = ~sign
+    bits = None if direct is None else direct.view(unsigned)
 
     def changed() -> Array:
-        values = fetch()
-        if values.dtype.kind != "f":
-            raise UnknownInstruction("abs or neg of an integer source")
-        sign = np.array(_SIGN_BIT[values.itemsize], f"u{values.itemsize}")
-        bits = np.ascontiguousarray(values).view(sign.dtype)
+        now = np.ascontiguousarray(fetch()).view(unsigned) if bits is None else bits
         if absolute:
-            bits = bits & ~sign
+            now = now & magnitude
         if negate:
-            bits = bits ^ sign
-        return bits.view(values.dtype)
+            now = now ^ sign
+        return now.view(dtype)
 
     return changed
 
@@ -183,31 +193,43 @@ def sdwa_source(wave: Wave, operand: Operand, name: str, select: int, signed: in
 
 
 def dpp_source(wave: Wave, operand: Operand, name: str, control: int, bound_ctrl: int) -> Fetch:
-    """A DPP source: another lane's value; 0 where there is none or it is off and bound_ctrl is
-    set."""
+    """A DPP source: another lane's value; 0 where there is none or it is off (bound_ctrl)."""
     source, valid = lanes_isa.dpp_source(control)
     words = wave.vgpr[operand.index]
     dtype = DTYPES[split_type(name)[0]]
+    step = 4 // dtype.itemsize
+    everywhere = bool(valid.all())
 
     def fetch() -> Array:
-        usable = valid & wave.lanes[source]
-        return np.where(usable, words[source], np.uint32(0)).view(dtype)[:: 4 // dtype.itemsize]
+        moved = words.take(source)
+        if not (everywhere and wave.all_lanes):
+            moved = np.where(valid & wave.lanes.take(source), moved, np.uint32(0))
+        return moved.view(dtype)[::step]
 
     return fetch
 
 
-def dpp_writes(wave: Wave, instruction: Instruction) -> Fetch:
+def dpp_writes(wave: Wave, instruction: Instruction) -> Callable[[], Array | None]:
     """The lanes a DPP instruction may write: row_mask, bank_mask, and a source there unless
-    bound_ctrl."""
+    bound_ctrl; None: all."""
     modifiers = instruction.modifiers
     source, valid = lanes_isa.dpp_source(modifiers.get("dpp", 0))
     lane = np.arange(64)
     rows = modifiers.get("row_mask", 0) >> (lane // 16) & 1
     banks = modifiers.get("bank_mask", 0) >> (lane % 16 // 4) & 1
     static = (rows & banks).astype(bool)
-    if modifiers.get("bc", 0):
-        return lambda: wave.lanes & static
-    return lambda: wave.lanes & static & valid & wave.lanes[source]
+    bound_ctrl = bool(modifiers.get("bc", 0))
+    if not bound_ctrl:
+        static &= valid
+    everywhere = bool(static.all())
+
+    def writes() -> Array | None:
+        if wave.all_lanes:
+            return None if everywhere else static
+        lanes: Array = wave.lanes & static
+        return lanes if bound_ctrl else lanes & wave.lanes.take(source)
+
+    return writes
 
 
 # Destinations ------------------------------------------------------------------------------------

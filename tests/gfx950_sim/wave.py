@@ -258,10 +258,12 @@ class Wave:
         """
         self.current = index
         self.launch.analysis.executed.add(index)
-        self._forget_covered("vmcnt", vmcnt)
-        self._forget_covered("lgkmcnt", lgkmcnt)
-        self._complete_queue(self.vmem, "vmcnt", vmcnt, index)
-        self._complete_queue(self.ds, "lgkmcnt", lgkmcnt, index)
+        for counter, queue, count in (("vmcnt", self.vmem, vmcnt), ("lgkmcnt", self.ds, lgkmcnt)):
+            if self.watch[counter]:
+                self._forget_covered(counter, count)
+            while len(queue) > count:
+                operation = queue.popleft()
+                self._complete(operation, index, len(queue), count)
         if lgkmcnt == 0:
             if self.watch["smem"]:
                 self.watch["smem"].clear()
@@ -274,8 +276,6 @@ class Wave:
     def _forget_covered(self, counter: str, count: int) -> None:
         """Drop watched operations that this wait would have completed too."""
         watched = self.watch[counter]
-        if not watched:
-            return
         issued = self.issued[counter]
         kept = [o for o in watched if issued - 1 - o.sequence < count]
         if len(kept) != len(watched):
@@ -293,13 +293,6 @@ class Wave:
             for operation in operations:
                 watched |= operation.mask
         self.watched = watched
-
-    def _complete_queue(
-        self, queue: deque[Operation], counter: str, count: int, index: int
-    ) -> None:
-        while len(queue) > count:
-            operation = queue.popleft()
-            self._complete(operation, index, len(queue), count)
 
     def _complete(self, operation: Operation, index: int, younger: int, count: int) -> None:
         """Deliver an operation's results; the wait ``index`` asked for ``count`` and ``younger``

@@ -126,14 +126,18 @@ def med3_f32(a: Array, b: Array, c: Array) -> Array:
 
 def maximum_f32(a: Array, b: Array) -> Array:
     """IEEE 754-2019 maximum: NaN wins, +0 > -0."""
-    nan = np.isnan(a) | np.isnan(b)
-    return np.where(nan, np.float32(np.nan), max_f32(a, b))
+    chosen = np.maximum(a, b)
+    if np.count_nonzero(chosen) == chosen.size:
+        return chosen
+    return np.where(np.isnan(chosen), chosen, _exact_extreme(a, b, True))
 
 
 def minimum_f32(a: Array, b: Array) -> Array:
     """IEEE 754-2019 minimum: NaN wins, -0 < +0."""
-    nan = np.isnan(a) | np.isnan(b)
-    return np.where(nan, np.float32(np.nan), min_f32(a, b))
+    chosen = np.minimum(a, b)
+    if np.count_nonzero(chosen) == chosen.size:
+        return chosen
+    return np.where(np.isnan(chosen), chosen, _exact_extreme(a, b, False))
 
 
 def flushed(x: Array) -> Array:
