@@ -9,7 +9,7 @@ Counts are exact for the machine code. Every time is an ESTIMATE of the simulato
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,8 @@ from jax_sparse_mla.kernel.specialisation import ALL
 TILE = 128
 SHORT, LONG = 1024, 2048
 """Row lengths whose difference gives what one more tile costs."""
+STAGGERS = (1, 4, 7)
+"""Starts of the second workgroup, in multiples of the parameter."""
 ROW_BYTES = contract.RECORD_BYTES
 LDS_BYTES = 160 * 1024
 VGPRS = 512
@@ -54,7 +56,7 @@ class Measured:
         self.kernel = kernel
         self.parameters = parameters or Parameters()
         self._runs: dict[int, Run] = {}
-        self._played: dict[tuple[int, int, float, float], Estimate] = {}
+        self._played: dict[tuple[int, int, float, float, float], Estimate] = {}
 
     def with_parameters(self, parameters: Parameters) -> "Measured":
         """The same runs under another setting."""
@@ -178,17 +180,19 @@ class Measured:
         *,
         latency: float | None = None,
         bandwidth: float | None = None,
+        stagger: float | None = None,
     ) -> Estimate:
         """One row on each of some resident workgroups; without a latency or bandwidth, L2's."""
+        stagger = self.parameters.stagger if stagger is None else stagger
         latency = self.parameters.l2_latency if latency is None else latency
         bandwidth = self.parameters.l2_bytes if bandwidth is None else bandwidth
-        key = (entries, residents, latency, bandwidth)
+        key = (entries, residents, latency, bandwidth, stagger)
         if key not in self._played:
             rows: Sequence[Workgroup] = self.run(entries).workgroups
             self._played[key] = estimate(
                 self.kernel.program,
                 [[rows[slot % len(rows)]] for slot in range(residents)],
-                self.parameters,
+                replace(self.parameters, stagger=stagger),
                 latency=latency,
                 bandwidth=bandwidth,
             )
@@ -201,10 +205,18 @@ class Measured:
         return estimate(self.kernel.program, slots, self.parameters, spans=True)
 
     def clocks_per_tile(self, residents: int, latency: float | None = None) -> float:
-        """Clocks a compute unit takes for one more tile, with that many workgroups on it."""
-        more = self.play(LONG, residents, latency=latency).clocks
-        less = self.play(SHORT, residents, latency=latency).clocks
-        return (more - less) / ((LONG - SHORT) / TILE * residents)
+        """Clocks a compute unit takes for one more tile, with that many workgroups on it.
+
+        Workgroups side by side can fall into step or not: the mean over some distances of their
+        starts.
+        """
+        starts = STAGGERS if residents > 1 else STAGGERS[:1]
+        clocks = 0.0
+        for factor in starts:
+            stagger = factor * self.parameters.stagger
+            more = self.play(LONG, residents, latency=latency, stagger=stagger).clocks
+            clocks += more - self.play(SHORT, residents, latency=latency, stagger=stagger).clocks
+        return clocks / len(starts) / ((LONG - SHORT) / TILE * residents)
 
     @property
     def residents(self) -> int:
