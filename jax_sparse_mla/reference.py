@@ -241,7 +241,7 @@ def _dot(subscripts: str, x: Array, y: Array) -> Array:
 
 
 def _weigh(p: Array, latent: Array, axes: Literal["rth", "rht"]) -> Array:
-    """Sum over entries of p times latent [R, T, 512], to [R, H, 512], with p in float32's accuracy."""
+    """Sum over entries of p times latent [R, T, 512]: [R, H, 512], with p in float32's accuracy."""
     product = f"{axes},rtd->rhd"
     if latent.dtype == jnp.float32:
         return _dot(product, p, latent)
