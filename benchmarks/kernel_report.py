@@ -234,19 +234,20 @@ class Measured:
         return self.play(LONG, self.residents)
 
     def decode_many(self) -> Decode:
-        """256 rows of 2,048 entries: HBM's bandwidth is shared by all compute units."""
+        """256 rows of 2,048 entries, without the launch: HBM's bandwidth is shared by all compute
+        units."""
         p = self.parameters
         options = []
         for splits in range(1, self.residents + 1):
             clocks = self.play(
                 LONG // splits, splits, latency=p.hbm_latency, bandwidth=p.hbm_bytes
             ).clocks
-            microseconds = p.launch_us + (p.workgroup_start + clocks) / (p.clock_ghz * 1000)
+            microseconds = (p.workgroup_start + clocks) / (p.clock_ghz * 1000)
             options.append(Decode(splits, microseconds + self._merge(DECODE_ROWS, splits)))
         return min(options, key=lambda option: option.microseconds)
 
     def decode_one(self) -> Decode:
-        """One row of 2,048 entries, split over compute units."""
+        """One row of 2,048 entries, split over compute units; with the launches."""
         p = self.parameters
         options = []
         for entries in (128, 256):
@@ -357,7 +358,7 @@ BASELINE = {
     "  against the baseline's": 1.0,
     "instructions a tile beside the loop": 12.1,
     "instructions outside the loop": 1503.0,
-    "decode n = 256, us, estimate": 99.4,
+    "decode n = 256, us, estimate": 97.9,
     "  splits": 1.0,
     "decode n = 1, us, estimate": 11.1,
     "  parts": 16.0,
