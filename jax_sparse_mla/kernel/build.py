@@ -14,9 +14,17 @@ from jax_sparse_mla.kernel.query import ChunkOrder, quantise_q
 from jax_sparse_mla.kernel.scores import scores_of
 from jax_sparse_mla.kernel.softmax import Total, nothing_yet, softmax, weights_of
 from jax_sparse_mla.kernel.specialisation import Specialisation
-from jax_sparse_mla.kernel.tile import SUBTILES, Indices, Side, tiles_of
+from jax_sparse_mla.kernel.tile import MOVES, SUBTILES, Indices, Side, tiles_of, usable_factor
 from jax_sparse_mla.kernel.values import Output, no_output, values_of
-from jax_sparse_mla.kernel.workgroup import Lane, Work, address, load_row, this_lane, this_work
+from jax_sparse_mla.kernel.workgroup import (
+    Lane,
+    Work,
+    address,
+    load_row,
+    same_lane,
+    this_lane,
+    this_work,
+)
 
 BLOCK_SIZE = lds.WAVES * lds.LANES
 
@@ -146,7 +154,8 @@ def build(specialisation: Specialisation) -> Callable[..., Any]:
             flags,
         ).launch(grid=(num_rows, 1, 1), block=(BLOCK_SIZE, 1, 1), stream=stream)
 
-    launch.compile_hints = {"waves_per_eu": 2}
+    # What is packed is written packed; LLVM's own packing breaks the fusion of DPP into its user.
+    launch.compile_hints = {"waves_per_eu": 2, "llvm_options": {"vectorize-slp": False}}
     return launch
 
 
@@ -161,41 +170,51 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
     lds_base = isa.first_lane(
         fx.Int32(fx.ptrtoint(fx.SharedAllocator().allocate(_SharedMemory).peek().bytes.ptr))
     )
-    order = ChunkOrder(specialisation.scale_format)
+    order = ChunkOrder(specialisation.scale_format, lane)
     row = load_row(work, a.indices, a.row_begin, a.row_end, a.num_indices, a.kv_rows, lane)
-    query = quantise_q(*_query_addresses(a, work, lane), a.scale_log2e, order, lane)
-    tiles = tiles_of(row, address(a.kv), a.kv_rows, lane, lds_base)
-    scores = scores_of(order, lane, lds_base)
-    weights = weights_of(scores, lane, lds_base)
+    factor = usable_factor(a.scale_log2e)
+    query = quantise_q(*_query_addresses(a, work, lane), order)
+    tiles = tiles_of(row, address(a.kv), a.kv_rows, factor, lane, lds_base)
+    scores = scores_of(order, lds_base)
+    weights = weights_of(scores, lds_base)
     values = values_of(lane, lds_base)
     num_tiles = (row.count + (lds.TILE - 1)) >> 7
 
-    def load_records(indices: Indices, tile: Value) -> list[Value]:
-        return tiles.load_latent(indices, tile) + _flat(tiles.load_side(indices, tile))
+    early, late = range(MOVES // 2), range(MOVES // 2, MOVES)
+
+    def load_side(scored: list[Value]) -> list[Value]:
+        return tiles.load_scales(scored) + tiles.load_rope(scored)
 
     def one_tile(tile: Value, state: list[Value]) -> list[Value]:
-        loaded, ahead, total, output = _unpack(state)
-        tiles.stage(loaded[:16])
-        side = _side(loaded[16:])
-        loaded = isa.when(tile + 1 < num_tiles, lambda: load_records(ahead, tile + 1), loaded)
+        latent, side, ahead, total, output = _unpack(state)
+        tiles.stage(latent)
+        more = tile + 1 < num_tiles
+        slots = tiles.moved_slots(ahead, tile + 1)
+        scored, valid = tiles.scored_slots(ahead, tile + 1)
+        next_latent = isa.when(more, lambda: tiles.load_latent(slots, early), None)
+        products = scores.products(query, side, tiles)
+        shares, top, total = softmax(products, factor, total)
+        own_weights = weights.publish(shares, top, side)
+        next_late = isa.when(more, lambda: tiles.load_latent(slots, late), None)
         ahead = tiles.load_indices(tile + 2)
-        products = scores.products(query, side)
-        shares, top, total = softmax(products, query.factor, total)
-        weights.publish(shares, top, side)
         isa.barrier()
-        output = values.add_tile(output)
+        output = values.add_tile(output, own_weights)
+        next_side = isa.when(more, lambda: load_side(scored), None)
         isa.barrier()
-        return _pack(loaded, ahead, total, output)
+        next_records = next_latent + next_late + next_side + valid
+        return _pack(next_records, ahead, total, output)
 
-    first = isa.when(
-        num_tiles > 0,
-        lambda: load_records(tiles.load_indices(fx.Int32(0)), fx.Int32(0)),
-        None,
-    )
+    def first_records() -> list[Value]:
+        indices = tiles.load_indices(fx.Int32(0))
+        slots = tiles.moved_slots(indices, fx.Int32(0))
+        scored, valid = tiles.scored_slots(indices, fx.Int32(0))
+        return tiles.load_latent(slots, range(MOVES)) + load_side(scored) + valid
+
+    first = isa.when(num_tiles > 0, first_records, None)
     initial = _pack(first, tiles.load_indices(fx.Int32(1)), nothing_yet(), no_output())
-    _, _, total, output = _unpack(isa.loop(num_tiles, initial, one_tile))
+    *_, total, output = _unpack(isa.loop(num_tiles, initial, one_tile))
     destination = Destination(a.out, a.lse, a.num_heads, specialisation.partial)
-    finish(output, total, num_tiles == 0, work, destination, lane, lds_base)
+    finish(output, total, num_tiles == 0, work, destination, same_lane(lane.wave), lds_base)
     return []
 
 
@@ -216,38 +235,21 @@ def _query_addresses(a: _Arguments, work: Work, lane: Lane) -> tuple[Value, Valu
     return latent, rope + fx.Uint64(fx.Uint32(lane.g * 16))
 
 
-def _pack(loaded: list[Value], ahead: Indices, total: Total, output: Output) -> list[Value]:
-    return [
-        *loaded,
-        ahead.moved,
-        *ahead.scored,
-        total.sum,
-        total.top,
-        output.reference,
-        *output.parts,
-    ]
+_LATENT_LOADS = 2 * MOVES
+_SIDE_LOADS = 4 * SUBTILES
 
 
-def _unpack(state: list[Value]) -> tuple[list[Value], Indices, Total, Output]:
-    loaded, rest = state[:_LOADED], state[_LOADED:]
+def _pack(records: list[Value], ahead: Indices, total: Total, output: Output) -> list[Value]:
+    """The loop's state; ``records`` are the latents, then the fields of Side."""
+    return [*records, ahead.moved, *ahead.scored, *total, output.reference, *output.parts]
+
+
+def _unpack(state: list[Value]) -> tuple[list[Value], Side, Indices, Total, Output]:
+    latent, rest = state[:_LATENT_LOADS], state[_LATENT_LOADS:]
+    side, rest = rest[:_SIDE_LOADS], rest[_SIDE_LOADS:]
     ahead = Indices(rest[0], rest[1:3])
-    return loaded, ahead, Total(rest[3], rest[4]), Output(rest[6:], rest[5])
-
-
-_LOADED = 16 + 4 * SUBTILES
-
-
-def _flat(side: Side) -> list[Value]:
-    return [*side.scales, *side.bias, *[word for pair in side.rope for word in pair]]
-
-
-def _side(values: list[Value]) -> Side:
-    rope = values[2 * SUBTILES :]
-    return Side(
-        values[:SUBTILES],
-        [rope[2 * s : 2 * s + 2] for s in range(SUBTILES)],
-        values[SUBTILES : 2 * SUBTILES],
-    )
+    total, output = Total(rest[3], rest[4]), Output(rest[6:], rest[5])
+    return latent, Side(side[:2], side[2:6], side[6:]), ahead, total, output
 
 
 def compile_kernel(specialisation: Specialisation) -> Any:

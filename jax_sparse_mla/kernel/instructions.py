@@ -236,12 +236,24 @@ def ballot(condition: Value) -> Value:
     return fx.Uint64(rocdl.ballot(ir.IntegerType.get_signless(64), raw(condition)))
 
 
+def lane_condition(mask: Value) -> Value:
+    """What ``ballot`` was given, back from its result."""
+    kind, name = ir.IntegerType.get_signless(1), "llvm.amdgcn.inverse.ballot.i64"
+    return fx.Boolean(llvm.call_intrinsic(kind, name, [raw(mask)], [], []))
+
+
 def highest_bit(mask: Value) -> Value:
     """The position of the highest set bit of a 64-bit mask that is not 0."""
     kind = ir.IntegerType.get_signless(64)
     never_zero = raw(fx.Boolean(True))
     zeros = llvm.call_intrinsic(kind, "llvm.ctlz.i64", [raw(mask), never_zero], [], [])
     return fx.Int32(63) - fx.Int32(fx.Uint64(zeros))
+
+
+def lane_number() -> Value:
+    """0 .. 63, from ``v_mbcnt``: worked out anew, so that no register keeps it across a loop."""
+    code = "v_mbcnt_lo_u32_b32 $0, -1, 0\n\tv_mbcnt_hi_u32_b32 $0, -1, $0"
+    return fx.Int32(llvm.inline_asm(_i32(), [], code, "=&v", has_side_effects=True))
 
 
 def broadcast_in_row(value: Value, lane: int) -> Value:
@@ -252,6 +264,15 @@ def broadcast_in_row(value: Value, lane: int) -> Value:
         source.type, llvm.mlir_poison(source.type), source, row_newbcast + lane, 15, 15, True
     )
     return type(value)(result)
+
+
+def times_broadcast(value: Value, lane: int, factor: Value) -> Value:
+    """DPP quad_perm: ``value`` of lane ``lane`` of each group of four, times ``factor``."""
+    source = raw(value)
+    everywhere = rocdl.update_dpp(
+        source.type, llvm.mlir_poison(source.type), source, 0x55 * lane, 15, 15, True
+    )
+    return fx.Float32(everywhere) * factor
 
 
 def _swap(kind: Callable[..., ir.Value], first: Value, second: Value) -> tuple[Value, Value]:
@@ -333,6 +354,15 @@ def maximum(*values: Value) -> Value:
     return result
 
 
+def packed_max_u16(*words: Value) -> Value:
+    """``v_pk_max_u16``: the larger of each half, of dwords."""
+    kind = _pair_of_int16()
+    result = llvm.bitcast(kind, raw(words[0]))
+    for word in words[1:]:
+        result = arith.maxui(result, llvm.bitcast(kind, raw(word)))
+    return fx.Int32(llvm.bitcast(_i32(), result))
+
+
 def fma(a: Value, b: Value, c: Value) -> Value:
     """``a * b + c`` rounded once, of floats or vectors of floats."""
     name = f"llvm.fma.v{a.numel}f32" if isinstance(a, Vector) else "llvm.fma.f32"
@@ -342,21 +372,40 @@ def fma(a: Value, b: Value, c: Value) -> Value:
 # Conversion ---------------------------------------------------------------------------------------
 
 
-def to_fp8(values: Sequence[Value]) -> Value:
-    """Four floats of at most 448 as e4m3 bytes of one dword, rounded to nearest even."""
-    kind = _i32()
-    low = rocdl.cvt_pk_fp8_f32(kind, raw(values[0]), raw(values[1]), llvm.mlir_poison(kind), False)
-    return fx.Int32(rocdl.cvt_pk_fp8_f32(kind, raw(values[2]), raw(values[3]), low, True))
+def to_fp8(first: Value, second: Value, scale: Value) -> Value:
+    """``v_cvt_scalef32_pk_fp8_f32``: two pairs of floats, divided by the power of two in ``scale``,
+    as e4m3 bytes of one dword; rounded to nearest even, at most 448 after division."""
+    kind = _pair_of_int16()
+    word = llvm.mlir_poison(kind)
+    for half, pair in ((False, first), (True, second)):
+        word = rocdl.cvt_scalef32_pk_fp8_f32(
+            kind, word, raw(pair[0]), raw(pair[1]), raw(scale), half
+        )
+    return fx.Int32(llvm.bitcast(_i32(), word))
 
 
-def from_fp8(word: Value) -> list[Value]:
-    """The four e4m3 bytes of a dword as floats."""
+def bf16_to_fp8(first: Value, second: Value, scale: Value) -> Value:
+    """``v_cvt_scalef32_pk_fp8_bf16``: the same of two dwords of two bfloat16."""
+    kind, bf16 = _pair_of_int16(), _vector(2, ir.BF16Type.get())
+    word = llvm.mlir_poison(kind)
+    for half, pair in ((False, first), (True, second)):
+        values = llvm.bitcast(bf16, raw(pair))
+        word = rocdl.cvt_scalef32_pk_fp8_bf16(kind, word, values, raw(scale), half)
+    return fx.Int32(llvm.bitcast(_i32(), word))
+
+
+def from_fp8(word: Value, scale: Value) -> list[Value]:
+    """``v_cvt_scalef32_pk_f32_fp8``: the e4m3 bytes of a dword, times the power of two in
+    ``scale``, as two pairs of floats."""
     kind = _vector(2, ir.F32Type.get())
-    halves = [
-        Vector(rocdl.cvt_pk_f32_fp8(kind, raw(word), half), (2,), fx.Float32)
+    return [
+        Vector(rocdl.cvt_scalef32_pk_f32_fp8(kind, raw(word), raw(scale), half), (2,), fx.Float32)
         for half in (False, True)
     ]
-    return [fx.Float32(half[index]) for half in halves for index in (0, 1)]
+
+
+def _pair_of_int16() -> ir.Type:
+    return _vector(2, ir.IntegerType.get_signless(16))
 
 
 # Matrices -----------------------------------------------------------------------------------------
@@ -366,13 +415,16 @@ def _format_fp8() -> ir.Attribute:
     return ir.Attribute.parse("#rocdl<matrix_format fp8_e4m3>")
 
 
-def mfma_fp8(a: Value, b: Value, c: Value, scale_a: Value, scale_b: Value) -> Value:
+def mfma_fp8(
+    a: Value, b: Value, c: Value, scale_a: Value, scale_b: Value, byte_b: int = 0
+) -> Value:
     """``v_mfma_scale_f32_16x16x128_f8f6f4`` on e4m3: D = sum A B 2^(scale_a + scale_b - 254) + C.
 
     A is 8 dwords a lane, row m = t; bytes 0..15 are K = 16g + j, the others K = 64 + 16g + j. B is
-    the same with column n = t. Lane (t, g) supplies, in byte 0 of its scale, the E8M0 scale of row
-    (or column) t for K = 32g .. 32g + 31: a lane's bytes 0..15 are scaled by lane group g // 2,
-    bytes 16..31 by group 2 + g // 2. C and D: register r of lane (t, g) is row 4g + r, column t.
+    the same with column n = t. Lane (t, g) supplies, in byte 0 of scale_a and byte ``byte_b`` of
+    scale_b, the E8M0 scale of row (or column) t for K = 32g .. 32g + 31: a lane's bytes 0..15 are
+    scaled by lane group g // 2, bytes 16..31 by group 2 + g // 2. C and D: register r of lane
+    (t, g) is row 4g + r, column t.
     """
     kind = _vector(4, ir.F32Type.get())
     result = rocdl.mfma_scale_f32_16x16x128_f8f6f4_(
@@ -384,7 +436,7 @@ def mfma_fp8(a: Value, b: Value, c: Value, scale_a: Value, scale_b: Value) -> Va
         _format_fp8(),
         0,
         raw(scale_a),
-        0,
+        byte_b,
         raw(scale_b),
     )
     return Vector(result, (4,), fx.Float32)

@@ -40,12 +40,19 @@ def _lay_out(*sizes: tuple[str, int]) -> tuple[Region, ...]:
     return tuple(regions)
 
 
-# Weights: [writing wave][column block][2 octets of 8 entries][hi, lo][head] of 16 bytes, e4m3.
-# Exponents: [writing wave][column block][head], int32.
+WEIGHTS_SLICE = WAVE_ENTRIES * HEADS_PER_GROUP * 2
+"""Bytes of the weights of one wave's entries for one column block: [2 pairs of octets][hi, lo]
+[head] of 16 bytes, e4m3."""
+EXPONENTS_STRIDE = WAVES * HEADS_PER_GROUP * 4 + 64
+"""Bytes of the exponents for one column block: [writing wave][head] int32, and 64 more, so that the
+lane groups, which write to different blocks, meet different banks."""
+
+# Weights: [writing wave][slice]; slice k is for column block (wave + 1 + k) % 4. There are only
+# three: the slice for the wave's own block takes the place of values that this wave has read.
 REGIONS = _lay_out(
     ("latent", TILE * LATENT_DIM),
-    ("weights", WAVES * 4 * WAVE_ENTRIES * HEADS_PER_GROUP * 2),
-    ("exponents", WAVES * 4 * HEADS_PER_GROUP * 4),
+    ("weights", WAVES * (WAVES - 1) * WEIGHTS_SLICE),
+    ("exponents", WAVES * EXPONENTS_STRIDE),
 )
 LATENT, WEIGHTS, EXPONENTS = REGIONS
 TOTAL = REGIONS[-1].start + REGIONS[-1].size

@@ -10,6 +10,8 @@ from jax_sparse_mla.kernel.instructions import Value
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.kernel.workgroup import Lane
 
+E8M0_NAN = 255
+_FOUR_NANS = -1
 BLOCKS = 4
 """128-column scale blocks of a latent."""
 
@@ -17,23 +19,30 @@ BLOCKS = 4
 class ChunkOrder(NamedTuple):
     """Which 16 latent columns a lane holds in the two halves of score product ``j`` of 4.
 
-    Chunk ``lane ^ fixed(j, half)`` of the 32. Any order is right if query and records agree; what
-    differs is whose scale a lane supplies (see ``isa.mfma_fp8``).
+    Chunk ``lane_part ^ product_part(j, half)`` of the 32. Any order is right if query and records
+    agree; what differs is whose scale a lane supplies (see ``isa.mfma_fp8``).
     """
 
     scale_format: ScaleFormat
+    lane: Lane
 
-    def lane(self, lane: Lane) -> Value:
+    def block(self, number: int) -> Value:
+        """A wave's column block ``number``: it counts from the one after its own, its own last."""
+        return (self.lane.wave + (1 + number)) & (BLOCKS - 1)
+
+    def lane_part(self) -> Value:
         """The part of the chunk number that depends on the lane."""
         if self.scale_format == "pow2":
             # Each product takes a quarter of every block: the lanes' bytes are scaled by lane
             # groups g // 2 and 2 + g // 2, so that group g supplies the scale of block g alone.
-            return (lane.g >> 1) * 8 + (lane.g & 1)
-        return lane.g
+            return (self.lane.g >> 1) * 8 + (self.lane.g & 1)
+        return self.lane.g
 
-    def fixed(self, j: int, half: int) -> int:
-        """The part that depends on product and half; product j of float32 is block j alone."""
-        return 2 * j ^ 16 * half if self.scale_format == "pow2" else 8 * j ^ 4 * half
+    def product_part(self, j: int, half: int) -> Value | int:
+        """The part that depends on product and half; product j of float32 is block(j) alone."""
+        if self.scale_format == "pow2":
+            return 2 * j ^ 16 * half
+        return self.block(j) * 8 ^ 4 * half
 
 
 class Query(NamedTuple):
@@ -43,89 +52,64 @@ class Query(NamedTuple):
     """Four operands of 8 dwords, e4m3 of the latent."""
     lo: list[Value]
     """The same of what ``hi`` leaves over."""
-    scales: list[Value]
-    """E8M0 scales of ``hi`` and ``lo``, one an operand (pow2: all the same)."""
+    scale: Value
+    """E8M0 scales of ``hi`` and ``lo``: of operand j in byte j, of all in byte 0 for pow2."""
     rope: list[Value]
     """Two operands of 4 dwords, bfloat16."""
-    factor: Value
-    """softmax_scale * log2(e) as a positive number; NaN for a head that is not finite."""
 
 
-_TINY = 2.0**-100
-"""Stands for a softmax scale of 0: scores stay equal, yet the mask's bias still tells."""
-
-
-def quantise_q(
-    latent_row: Value, rope_row: Value, scale_log2e: Value, order: ChunkOrder, lane: Lane
-) -> Query:
+def quantise_q(latent_row: Value, rope_row: Value, order: ChunkOrder) -> Query:
     """Load head t's query at the given addresses and split its latent into hi + lo.
 
-    A negative softmax scale is moved into the query, so that the largest score is the largest
-    product.
+    Where the rope part is not finite the scales are NaN, for in a product it might vanish.
     """
-    negative = scale_log2e < 0.0
-    direction = negative.select(fx.Float32(-1.0), fx.Float32(1.0))
-    latent = latent_row + fx.Uint64(fx.Uint32(order.lane(lane) * 32))
-    values = [[_load_chunk(latent, 32 * order.fixed(j, h)) for h in (0, 1)] for j in range(4)]
+    rope = [isa.global_load(rope_row, 4, 64 * i) for i in range(2)]
+    words = [[_load_chunk(latent_row, order, j, half) for half in (0, 1)] for j in range(BLOCKS)]
     if order.scale_format == "pow2":
-        own = [_largest([x for j in range(4) for x in values[j][half]]) for half in (0, 1)]
+        own = [_largest([w for product in words for w in product[half]]) for half in (0, 1)]
         pairs = [isa.maximum(*isa.swap_rows_16(x, x)) for x in own]
         # Lanes hold blocks (0 0 1 1) and (2 2 3 3) by group; the scale operand wants (0 1 2 3).
         even, odd = isa.swap_rows_32(*pairs)
-        mine = ((lane.g & 1) == 0).select(even, odd)
-        scales = [_scale_and_inverse(mine)[0]] * 4
-        inverse = [[_scale_and_inverse(pairs[half])[1] for half in (0, 1)]] * 4
+        mine = ((order.lane.g & 1) == 0).select(even, odd)
+        scale = e8m0_scale(mine)
+        units = [[unit_of(e8m0_scale(x)) for x in pairs]] * BLOCKS
     else:
-        largest = [maximum_of_groups(_largest(values[j][0] + values[j][1])) for j in range(4)]
-        scaled = [_scale_and_inverse(x) for x in largest]
-        scales = [scale for scale, _ in scaled]
-        inverse = [[inv, inv] for _, inv in scaled]
+        largest = [maximum_of_groups(_largest(first + second)) for first, second in words]
+        scales = [e8m0_scale(x) for x in largest]
+        units = [[unit_of(part)] * 2 for part in scales]
+        scale = scales[0] | scales[1] << 8 | scales[2] << 16 | scales[3] << 24
     hi, lo = [], []
-    for j in range(4):
-        words: tuple[list[Value], list[Value]] = ([], [])
-        for half in (0, 1):
-            inv = inverse[j][half] * direction
-            for i in range(4):
-                for part, word in zip(
-                    words,
-                    split_fp8([x * inv for x in values[j][half][4 * i : 4 * i + 4]]),
-                    strict=True,
-                ):
-                    part.append(word)
-        hi.append(Vector.from_elements(words[0], fx.Int32))
-        lo.append(Vector.from_elements(words[1], fx.Int32))
-    rope = [isa.global_load(rope_row, 4, 64 * i) for i in range(2)]
-    zero = fx.Float32(0.0)
-    for x in [x for words in rope for i in range(4) for x in _floats(words[i])]:
-        zero = isa.fma(x, fx.Float32(0.0), zero)
-    sign = negative.select(fx.Int32(-0x7FFF8000), fx.Int32(0))
-    flipped = [Vector.from_elements([w[i] ^ sign for i in range(4)], fx.Int32) for w in rope]
-    positive = isa.maximum(scale_log2e * direction, fx.Float32(_TINY))
-    return Query(hi, lo, scales, flipped, positive + sum_of_groups(zero))
+    for product, product_units in zip(words, units, strict=True):
+        parts: tuple[list[Value], list[Value]] = ([], [])
+        for half, unit in zip(product, product_units, strict=True):
+            for i in range(0, 8, 2):
+                parts[0].append(isa.bf16_to_fp8(half[i], half[i + 1], unit))
+                floats = [_floats(word) for word in half[i : i + 2]]
+                parts[1].append(residual_fp8(floats, parts[0][-1], unit))
+        hi.append(Vector.from_elements(parts[0], fx.Int32))
+        lo.append(Vector.from_elements(parts[1], fx.Int32))
+    zero = Vector.filled(2, 0.0, fx.Float32)
+    for pair in [_floats(operand[i]) for operand in rope for i in range(4)]:
+        zero = isa.fma(pair, Vector.filled(2, 0.0, fx.Float32), zero)
+    finite = sum_of_groups(zero[0] + zero[1]) == 0.0
+    return Query(hi, lo, finite.select(scale, fx.Int32(_FOUR_NANS)), rope)
 
 
-def split_fp8(values: list[Value]) -> tuple[Value, Value]:
-    """Four floats of at most 448 as e4m3 ``hi`` and as e4m3 of what it leaves over."""
-    hi = isa.to_fp8(values)
-    rest = [x - y for x, y in zip(values, isa.from_fp8(hi), strict=True)]
-    return hi, isa.to_fp8(rest)
+def residual_fp8(pairs: list[Value], hi: Value, unit: Value) -> Value:
+    """What the e4m3 word ``hi`` leaves over of two pairs of floats, as e4m3 in the same unit."""
+    rest = [x - y for x, y in zip(pairs, isa.from_fp8(hi, unit), strict=True)]
+    return isa.to_fp8(*rest, unit)
 
 
-def _scale_and_inverse(largest: Value) -> tuple[Value, Value]:
-    """The E8M0 scale that puts ``largest`` (not negative) in 128 .. 256, and its inverse."""
-    scale = e8m0_scale(largest.bitcast(fx.Int32))
-    return scale, inverse_of(scale)
-
-
-def e8m0_scale(bits: Value) -> Value:
-    """The E8M0 scale s for which float ``bits`` (not negative) / 2^(s - 127) is in 128 .. 256."""
-    scale = fx.Int32(fx.Uint32(bits) >> 23) - 7
+def e8m0_scale(value: Value) -> Value:
+    """The E8M0 scale s for which ``value`` (not negative) / 2^(s - 127) is in 128 .. 256."""
+    scale = fx.Int32(value.bitcast(fx.Uint32) >> 23) - 7
     return (scale < 1).select(fx.Int32(1), scale)
 
 
-def inverse_of(scale: Value) -> Value:
-    """1 / 2^(scale - 127) of an E8M0 scale below 254."""
-    return ((254 - scale) << 23).bitcast(fx.Float32)
+def unit_of(scale: Value) -> Value:
+    """2^(scale - 127) of an E8M0 scale."""
+    return (scale << 23).bitcast(fx.Float32)
 
 
 def maximum_of_groups(value: Value) -> Value:
@@ -142,15 +126,25 @@ def sum_of_groups(value: Value) -> Value:
     return first + second
 
 
-def _largest(values: list[Value]) -> Value:
-    return isa.maximum(*[abs(x) for x in values])
+def _largest(words: list[Value]) -> Value:
+    """The largest magnitude of pairs of bfloat16, whose bits compare like integers."""
+    result = isa.packed_max_u16(*[word & 0x7FFF7FFF for word in words])
+    low, high = result << 16, result & -0x10000
+    return (fx.Uint32(low) > fx.Uint32(high)).select(low, high).bitcast(fx.Float32)
 
 
-def _load_chunk(base: Value, offset: int) -> list[Value]:
-    words = [isa.global_load(base, 4, offset + 16 * i) for i in (0, 1)]
-    return [x for pair in words for i in range(4) for x in _floats(pair[i])]
+def _load_chunk(row: Value, order: ChunkOrder, j: int, half: int) -> list[Value]:
+    """Eight dwords of two bfloat16."""
+    lane_part, product_part = order.lane_part(), order.product_part(j, half)
+    if isinstance(product_part, int):
+        address, offset = row + fx.Uint64(fx.Uint32(lane_part * 32)), product_part * 32
+    else:
+        address, offset = row + fx.Uint64(fx.Uint32((lane_part ^ product_part) * 32)), 0
+    words = [isa.global_load(address, 4, offset + 16 * i) for i in (0, 1)]
+    return [pair[i] for pair in words for i in range(4)]
 
 
-def _floats(word: Value) -> list[Value]:
-    """The two bfloat16 of a dword."""
-    return [(word << 16).bitcast(fx.Float32), (word & -0x10000).bitcast(fx.Float32)]
+def _floats(word: Value) -> Value:
+    """The pair of bfloat16 of a dword as floats."""
+    pair = [(word << 16).bitcast(fx.Float32), (word & -0x10000).bitcast(fx.Float32)]
+    return Vector.from_elements(pair, fx.Float32)

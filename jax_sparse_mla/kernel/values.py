@@ -20,7 +20,8 @@ from jax_sparse_mla.kernel.workgroup import Lane
 
 COLUMN_CHUNKS = 8
 """16-column parts of a column block."""
-_UNIT = 127
+_VALUE_SCALE = 64
+"""E8M0 scale given for the values: an inline constant, which 127, for 1, is not."""
 _HEADROOM = 64
 """How far, in bits, new weights may exceed the reference before the output is rescaled."""
 
@@ -43,28 +44,37 @@ class Values(NamedTuple):
     """Where a wave finds values and weights."""
 
     latent_address: Value
-    weights_address: Value
+    own_weights_address: Value
+    weights_addresses: list[list[Value]]
+    """[hi, lo][waves 0 and 1, waves 2 and 3]."""
     exponents_address: Value
 
-    def add_tile(self, output: Output) -> Output:
-        """Add the staged tile's values times its published weights."""
+    def add_tile(self, output: Output, own_weights: Value) -> Output:
+        """Add the staged tile's values times the weights: the published and the wave's own."""
         exponent = isa.lds_load(self.exponents_address, 1)
-        hi, lo = self._read_weights(0), self._read_weights(1)
-        output = _raise_reference(output, exponent)
-        scale = exponent - output.reference + _UNIT
-        scale = (scale < 1).select(fx.Int32(1), scale)
         base = isa.opaque(self.latent_address)
+        # Nobody else reads these columns: once read, they make room for the wave's own weights.
+        first_values = self._read_values(base, 0)
+        isa.lds_store(self.own_weights_address, own_weights, 4)
+        hi, lo = (self._read_weights(part) for part in (0, 1))
+        output = _raise_reference(output, exponent)
+        scale = exponent - output.reference + (127 + 127 - _VALUE_SCALE)
+        scale = (scale < 1).select(fx.Int32(1), scale)
         parts = []
+        ahead = first_values
         for chunk, part in enumerate(output.parts):
-            values = self._read_values(base, chunk)
+            values = ahead
+            if chunk + 1 < COLUMN_CHUNKS:
+                ahead = self._read_values(base, chunk + 1)
+            isa.schedule_fence()
             for weights in (hi, lo):
-                part = isa.mfma_fp8(values, weights, part, fx.Int32(_UNIT), scale)
+                part = isa.mfma_fp8(values, weights, part, fx.Int32(_VALUE_SCALE), scale)
             parts.append(part)
+            isa.schedule_fence()
         return Output(parts, output.reference)
 
     def _read_weights(self, part: int) -> Value:
-        run = lds.WEIGHTS.size // 2
-        words = [isa.lds_load(self.weights_address, 4, run * i + 256 * part) for i in (0, 1)]
+        words = [isa.lds_load(address, 4) for address in self.weights_addresses[part]]
         return Vector.from_elements([w[i] for w in words for i in range(4)], fx.Int32)
 
     def _read_values(self, base: Value, chunk: int) -> Value:
@@ -85,14 +95,29 @@ def values_of(lane: Lane, lds_base: Value) -> Values:
     swizzle = ((lane.g & 1) * 8 + (entry & 3)) ^ ((entry >> 2) * 4)
     chunk = ((lane.wave & 1) * 8) ^ swizzle
     latent = row * LATENT_DIM + (lane.wave >> 1) * 256 + chunk * lds.CHUNK + half * 8
-    block_bytes = lds.WEIGHTS.size // (lds.WAVES * BLOCKS)
-    weights = (lane.g >> 1) * (BLOCKS * block_bytes) + lane.wave * block_bytes
-    weights = weights + (lane.g & 1) * 512 + lane.t * 16
-    exponents = (lane.g * BLOCKS + lane.wave) * 64 + lane.t * 4
+    exponents = lane.wave * lds.EXPONENTS_STRIDE + (lane.g * 16 + lane.t) * 4
+
+    def own(place: Value) -> Value:
+        """Where 16 bytes of the own slice lie: in row ``place``, the wave's first chunk."""
+        swizzle = (place & 15) ^ (((place >> 4) & 1) * 4)
+        chunk = (lane.wave * COLUMN_CHUNKS) ^ swizzle
+        return lds_base + (lds.LATENT.start + place * LATENT_DIM + chunk * lds.CHUNK)
+
+    def published(writer: Value, place: Value) -> Value:
+        """Where 16 bytes of another wave's slice for this one lie."""
+        number = writer * (BLOCKS - 1) + ((lane.wave - writer - 1) & (BLOCKS - 1))
+        return lds_base + (lds.WEIGHTS.start + number * lds.WEIGHTS_SLICE + place * 16)
+
+    def weights(part: int, run: int) -> Value:
+        writer = (lane.g >> 1) + 2 * run
+        place = ((lane.g & 1) * 2 + part) * 16 + lane.t
+        return (writer == lane.wave).select(own(place), published(writer, place))
+
     return Values(
-        lds_base + (latent + lds.LATENT.start),
-        lds_base + (weights + lds.WEIGHTS.start),
-        lds_base + (exponents + lds.EXPONENTS.start),
+        latent_address=lds_base + (latent + lds.LATENT.start),
+        own_weights_address=own(lane.g * 16 + lane.t),
+        weights_addresses=[[weights(part, run) for run in (0, 1)] for part in (0, 1)],
+        exponents_address=lds_base + (exponents + lds.EXPONENTS.start),
     )
 
 

@@ -39,9 +39,14 @@ class Row(NamedTuple):
 
 def this_lane() -> Lane:
     """Where the thread stands; the wave number is made a scalar."""
-    thread = fx.Int32(fx.thread_idx.x)
-    lane = thread & (LANES - 1)
-    return Lane(isa.first_lane(thread >> 6), lane & 15, lane >> 4)
+    wave = isa.first_lane(fx.Int32(fx.thread_idx.x) >> 6)
+    return same_lane(wave)
+
+
+def same_lane(wave: Value) -> Lane:
+    """This thread again, given its wave: for use after a loop that has no register to spare."""
+    lane = isa.lane_number()
+    return Lane(wave, lane & 15, lane >> 4)
 
 
 def this_work(num_heads: Value, num_splits: Value) -> Work:
