@@ -277,6 +277,12 @@ SHIM_TEST(MalformedCallsNameTheFault) {
          shape.heads = 3728271;  // times 576 is just above 2^31
          c = MakeCall(std::get<std::string>(c.attributes["code"]), shape);
        }},
+      {"heads, got 2147483647",
+       [](Call& c) {
+         Shape shape;
+         shape.queries = shape.heads = std::numeric_limits<int32_t>::max();
+         c = MakeCall(std::get<std::string>(c.attributes["code"]), shape);
+       }},
       // Scalar attributes.
       {"'num_splits' must be at least 1, got 0",
        [](Call& c) { c.attributes["num_splits"] = int32_t{0}; }},
