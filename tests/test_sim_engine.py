@@ -7,11 +7,11 @@ import struct
 import numpy as np
 import pytest
 from gfx950_sim import CodeObject, CodeObjectError, Memory, SimulationFault, UnknownInstruction, run
+from gfx950_sim.allocation import POISON
 from gfx950_sim.assemble import Assembly, assemble
 from gfx950_sim.decode import NO_WAIT, Operand, Waitcnt, decode_program
 from gfx950_sim.elf import Kernel, KernelArgument
 from gfx950_sim.launch import pack_arguments
-from gfx950_sim.memory import POISON
 from gfx950_sim.mutate import with_wait, without
 
 LOAD_ARGUMENTS = "s_load_dwordx4 s[8:11], s[0:1], 0x0\ns_waitcnt lgkmcnt(0)\n"

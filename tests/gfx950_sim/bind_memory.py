@@ -4,28 +4,19 @@ from typing import Any
 
 import numpy as np
 
-from gfx950_sim.decode import M0, Instruction, UnknownInstruction
+from gfx950_sim.decode import M0, Instruction
 from gfx950_sim.hooks import MemoryEvent
 from gfx950_sim.isa import vmem
 from gfx950_sim.isa.records import LdsAccess, VmemAccess
 from gfx950_sim.lds_memory import Plan
 from gfx950_sim.operands import rows_view, scalar_reader
 from gfx950_sim.operation import Operation
-from gfx950_sim.program import bits_of
+from gfx950_sim.program import bits_of, check_modifiers
 from gfx950_sim.wave import Closure, Wave
 
 Array = np.ndarray[Any, Any]
 _EVERY_LANE = np.ones(64, bool)
 _PLANS = 8
-
-
-def _check(instruction: Instruction, allowed: set[str]) -> None:
-    for name, value in instruction.modifiers.items():
-        if name not in allowed:
-            raise UnknownInstruction(
-                f"modifier {name}:{value:#x} of {instruction.text} at pc {instruction.pc:#x} "
-                "is not modelled"
-            )
 
 
 def tell(
@@ -60,7 +51,7 @@ def tell(
 def bind_smem(wave: Wave, instruction: Instruction, count: int) -> Closure:
     """s_load_dword*: base + offset (+ soffset), the two low bits ignored (CDNA4 ISA, "Scalar
     memory")."""
-    _check(instruction, {"offset"})
+    check_modifiers(instruction, {"offset"})
     operands = instruction.operands
     base = scalar_reader(wave, operands["sbase"], 64)
     soffset = scalar_reader(wave, operands["soffset"], 32) if "soffset" in operands else None
@@ -85,7 +76,7 @@ def bind_smem(wave: Wave, instruction: Instruction, count: int) -> Closure:
 
 def bind_lds(wave: Wave, instruction: Instruction, record: LdsAccess) -> Closure:
     """LDS loads, stores and exchanges."""
-    _check(instruction, {"offset0", "offset1"})
+    check_modifiers(instruction, {"offset0", "offset1"})
     operands, index, number = instruction.operands, instruction.index, wave.number
     offset0 = instruction.modifiers.get("offset0", 0)
     offset1 = instruction.modifiers.get("offset1", 0)
@@ -184,9 +175,9 @@ def locator(wave: Wave, instruction: Instruction, size: int) -> Any:
     """A function that gives addresses, uint64 [64], and the dwords in range, bool [k, 64] or None
     for all."""
     if instruction.encoding == "GLOBAL":
-        _check(instruction, {"offset", "sc0"})
+        check_modifiers(instruction, {"offset", "sc0"})
         return _global_locator(wave, instruction)
-    _check(instruction, {"offset", "offen", "idxen", "lds", "sc0"})
+    check_modifiers(instruction, {"offset", "offen", "idxen", "lds", "sc0"})
     return _buffer_locator(wave, instruction, size)
 
 

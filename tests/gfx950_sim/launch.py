@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gfx950_sim.analysis import Analysis
-from gfx950_sim.bind import AT_BARRIER, ENDED, EXEC_CHANGED, WAITED, bind
+from gfx950_sim.bind import AT_BARRIER, ENDED, WAITED, bind
 from gfx950_sim.decode import Instruction, UnknownInstruction
 from gfx950_sim.elf import Descriptor, Kernel
 from gfx950_sim.hooks import Observer
@@ -20,7 +20,7 @@ from gfx950_sim.memory import Memory
 from gfx950_sim.program import Program, load_program
 from gfx950_sim.reports import Report, Reporter
 from gfx950_sim.scratch import PrivateMemory
-from gfx950_sim.wave import Launch, Wave
+from gfx950_sim.wave import EXEC_CHANGED, Launch, Wave
 
 Array = np.ndarray[Any, Any]
 MAX_LDS_BYTES = 160 * 1024

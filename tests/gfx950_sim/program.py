@@ -122,6 +122,20 @@ def sources_of(instruction: Instruction) -> list[Operand]:
     return [instruction.operands[n] for n in names if n in instruction.operands]
 
 
+def check_modifiers(instruction: Instruction, allowed: set[str]) -> None:
+    """Any modifier that nothing interprets is an error.
+
+    Raises:
+        UnknownInstruction: naming it.
+    """
+    for name, value in instruction.modifiers.items():
+        if name not in allowed:
+            raise UnknownInstruction(
+                f"modifier {name}:{value:#x} of {instruction.text} at pc {instruction.pc:#x} "
+                "is not modelled"
+            )
+
+
 def is_partial_write(record: Record) -> bool:
     """Whether ``old`` only fills the half that is not written, so that it may be undefined."""
     return isinstance(record, Valu) and record.reads_dst and "op_sel" in record.modifiers

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from gfx950_sim.allocation import POISON
 from gfx950_sim.analysis import Analysis
 from gfx950_sim.decode import EXEC, VCC
 from gfx950_sim.hooks import Observer
 from gfx950_sim.isa.records import LdsAccess, Matrix, VmemAccess
 from gfx950_sim.lds_memory import LdsMemory
-from gfx950_sim.memory import POISON, Memory
+from gfx950_sim.memory import Memory
 from gfx950_sim.operation import Operation
 from gfx950_sim.program import (
     ALL_REGISTERS,
@@ -27,6 +28,8 @@ from gfx950_sim.reports import Report, Reporter
 Array = np.ndarray[Any, Any]
 ALL_LANES = (1 << 64) - 1
 Closure = Callable[[], Any]
+EXEC_CHANGED = -4
+"""What the closure of an instruction that wrote EXEC returns."""
 
 
 class Launch:
