@@ -22,13 +22,14 @@ that are not at their default), text (for messages).
 The ISA tables. Each module in `isa` has a dict ``INSTRUCTIONS: dict[str, <record>]`` from mnemonic
 to a record of `isa.records`; the record holds a PURE function over arrays and says what it needs:
 
-* `records.Valu` (isa/vector.py, isa/convert.py): ``function(*sources, **modifiers) -> result``.
-  Each source has the dtype named in ``src`` and shape [64] (or [1]); a type may end in "xN" for N
-  dwords or elements, as rows [N, 64]. The result is broadcastable to [64] (rows [N, 64]) of type
-  ``dst``; type "mask" is a lane mask (bool [64]). The engine applies abs, neg, clamp, omod, SDWA
-  selects, DPP and EXEC. Any other modifier the instruction understands is listed in ``modifiers``
-  and arrives by keyword as an int; one that stands in the machine code and is not listed is an
-  error. ``reads_dst`` passes the old destination as ``old``.
+* `records.Valu` (isa/integer.py, floating.py, compare.py, convert.py):
+  ``function(*sources, **modifiers) -> result``. Each source has the dtype named in ``src`` and
+  shape [64] (or [1]); a type may end in "xN" for N dwords or elements, as rows [N, 64]. The result
+  is broadcastable to [64] (rows [N, 64]) of type ``dst``; type "mask" is a lane mask (bool [64]).
+  The engine applies abs, neg, clamp, omod, SDWA selects, DPP and EXEC. Any other modifier the
+  instruction understands is listed in ``modifiers`` and arrives by keyword as an int; one that
+  stands in the machine code and is not listed is an error. ``reads_dst`` passes the old
+  destination as ``old``.
 * `records.Matrix` (isa/matrix.py): ``function(a, b, c, **modifiers)``, uint32 rows in, uint32 or
   float32 rows [n, 64] out. Scaled ones get ``scale_a``, ``scale_b`` (uint32 [64] or [1]).
 * `records.Lanes` (isa/lanes.py): instructions that move data between lanes.

@@ -297,7 +297,7 @@ def _bind_dma(wave: Wave, instruction: Instruction, record: VmemAccess, locate: 
         address, in_range = locate()
         rows = _fetch(wave, address, in_range, size, lanes)
         plan = plan_for(registers[M0], lanes)
-        operation = Operation(index, "vmcnt", wave.number, dma=(plan, rows))
+        operation = Operation(index, "vmcnt", wave.number, lanes=plan.lanes, dma=(plan, rows))
         lds.start_dma(plan, wave, operation)
         wave.issue(operation)
         if wave.launch.observer is not None:

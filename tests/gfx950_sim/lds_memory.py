@@ -269,6 +269,8 @@ class LdsMemory:
         keep |= (recent == UNFINISHED) & dma
         if not keep.any():
             return
+        lanes = np.arange(64) if operation.lanes is None else np.flatnonzero(operation.lanes)
+        lanes = np.broadcast_to(lanes[: granules.shape[1]], granules.shape)[keep]
         earlier, granules = earlier[keep], granules[keep]
         for number in np.unique(earlier):
             other = self._operations[number]
@@ -276,7 +278,7 @@ class LdsMemory:
                 continue
             if other is None:
                 if now == "read":
-                    self._report("uninitialized_lds", "", earlier == number, granules, wave)
+                    self._report("uninitialized_lds", "", earlier == number, granules, lanes, wave)
                 continue
             if other.atomic and operation.atomic:
                 continue
@@ -290,16 +292,16 @@ class LdsMemory:
             story = f"{now} here, {before} by {wave.name_of(other.index)} (wave {other.wave})"
             if done == UNFINISHED and other.dma is not None:
                 detail = story + ", a DMA load not yet waited for"
-                self._report("lds_dma", detail, earlier == number, granules, wave)
+                self._report("lds_dma", detail, earlier == number, granules, lanes, wave)
             elif done == UNFINISHED and other.wave == wave.number:
                 detail = story + ", not waited for before this DMA load"
-                self._report("lds_dma", detail, earlier == number, granules, wave)
+                self._report("lds_dma", detail, earlier == number, granules, lanes, wave)
             elif done == UNFINISHED and other.epoch < wave.epoch:
                 detail = story + ", which had not waited for it when it passed the barrier"
-                self._report("lds_unfinished", detail, earlier == number, granules, wave)
+                self._report("lds_unfinished", detail, earlier == number, granules, lanes, wave)
             elif done >= wave.epoch:
                 detail = story + ", with no barrier between"
-                self._report("lds_race", detail, earlier == number, granules, wave)
+                self._report("lds_race", detail, earlier == number, granules, lanes, wave)
             else:
                 if done == wave.epoch - 1:
                     self.analysis.barriers.add(wave.barriers[done])
@@ -312,9 +314,18 @@ class LdsMemory:
             self.analysis.need(other.wait, counter, other.younger)
             self.alternative[number] = self.done[number]
 
-    def _report(self, kind: str, detail: str, where: Array, granules: Array, wave: LdsWave) -> None:
-        first = granules[where].min()
-        wave.report(kind, detail, None, int(first) * self._granule)
+    def _report(
+        self,
+        kind: str,
+        detail: str,
+        where: Array,
+        granules: Array,
+        lanes: Array,
+        wave: LdsWave,
+    ) -> None:
+        first = int(granules[where].argmin())
+        address = int(granules[where][first]) * self._granule
+        wave.report(kind, detail, int(lanes[where][first]), address)
 
 
 _STEPS_OF = {
