@@ -410,19 +410,20 @@ def _tile_logits(q: jax.Array, weights: jax.Array, keys: jax.Array, pattern: str
 
 
 def select_topk(logits: jax.Array, k: int) -> jax.Array:
-    """Find the ``k`` largest entries of each row, exactly, without sorting.
+    """Find the ``k`` largest entries of each row, exactly.
 
     A radix search finds the k-th largest value, bit masks of what lies above it and at it are
-    compacted by counting bits. Of equal entries at the boundary those at the lowest positions are
-    selected, whatever the device.
+    compacted by counting bits: on a GPU faster than a sort (benchmarks/indexer.py). The CPU, where
+    `lax.top_k` is faster, uses that. Of equal entries at the boundary those at the lowest positions
+    are selected on every platform.
 
     Args:
       logits: ``[n, T]`` float32. -inf is never selected; NaN ranks below every number.
       k: entries to select, 1 .. T.
 
     Returns:
-      ``[n, k]`` int32 positions: those above the k-th largest value in ascending order, then those
-      equal to it, then -1 where fewer than k entries are selectable.
+      ``[n, k]`` int32 positions in no particular order, -1 behind them where fewer than k entries
+      are selectable.
 
     Raises:
       ValueError: logits have no two axes, or k is outside 1 .. T.
@@ -434,12 +435,27 @@ def select_topk(logits: jax.Array, k: int) -> jax.Array:
         raise ValueError(f"k must be in 1 .. {logits.shape[1]}, got {k}")
     if logits.dtype != jnp.float32:
         raise TypeError(f"logits must be float32, got {logits.dtype}")
-    keys = _sortable(logits)
-    keys = jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % _WORD)))
+    return lax.platform_dependent(
+        _sortable(logits),
+        cpu=functools.partial(_select_by_sorting, k=k),
+        default=functools.partial(_select_by_radix, k=k),
+    )
+
+
+def _select_by_sorting(keys: jax.Array, *, k: int) -> jax.Array:
+    """`select_topk` of sortable keys; of equal ones `lax.top_k` takes the lowest positions."""
+    values, positions = lax.top_k(keys, k)
+    return jnp.where(values == 0, -1, positions.astype(jnp.int32))
+
+
+def _select_by_radix(keys: jax.Array, *, k: int) -> jax.Array:
+    """`select_topk` of sortable keys: what is above the k-th largest by position, then ties."""
+    width = keys.shape[1]
+    keys = jnp.pad(keys, ((0, 0), (0, -width % _WORD)))
     # Threshold 0 would admit what is never selected; at 1 the row simply has fewer than k.
     threshold = jnp.maximum(_kth_largest(keys, k), 1)[:, None]
     words = jnp.concatenate([_pack_bits(keys > threshold), _pack_bits(keys == threshold)], axis=1)
-    return _first_set_bits(words, k, logits.shape[1])
+    return _first_set_bits(words, k)
 
 
 def _sortable(logits: jax.Array) -> jax.Array:
@@ -474,7 +490,7 @@ def _pack_bits(mask: jax.Array) -> jax.Array:
     return jnp.sum(lanes << jnp.arange(_WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
-def _first_set_bits(words: jax.Array, k: int, width: int) -> jax.Array:
+def _first_set_bits(words: jax.Array, k: int) -> jax.Array:
     """Positions of the first k set bits of each row, ``[n, k]``; -1 past the last.
 
     The words hold two masks of one row, one behind the other: bit positions count within each.

@@ -93,12 +93,14 @@ def project(
       options: how to compute.
     """
     q_residual = rms_norm(contract("nd,rd->nr", x, p.q_a), p.q_a_norm, LATENT_NORM_EPS)
-    q = contract("nr,hdr->nhd", q_residual, p.q_b)
+    q = contract("nr,or->no", q_residual, p.q_b)
+    q = q.reshape(q.shape[0], -1, config.qk_nope_head_dim + ROPE_DIM)
     q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     latent, k_rope = jnp.split(contract("nd,cd->nc", x, p.kv_a), [LATENT_DIM], axis=-1)
 
     index = p.indexer
-    index_q = contract("nr,hkr->nhk", q_residual, index.wq_b)
+    index_q = contract("nr,or->no", q_residual, index.wq_b)
+    index_q = index_q.reshape(index_q.shape[0], -1, INDEX_DIM)
     index_key = contract("nd,kd->nk", x, index.wk)
     index_key = layer_norm(index_key, index.k_norm_scale, index.k_norm_bias)
     index_weights = jnp.einsum("nd,hd->nh", x.astype(jnp.float32), index.weights_proj)
@@ -188,7 +190,7 @@ def attention(
     )
     assert isinstance(out, jax.Array)  # not (out, lse)
     values = contract("nhc,hvc->nhv", out.astype(x.dtype), p.w_uv)
-    y = contract("nhv,dhv->nd", values, p.o)
+    y = contract("nv,dv->nd", values.reshape(values.shape[0], -1), p.o)
     if options.tensor_axis is not None:
         y = jax.lax.psum(y, options.tensor_axis)
     return y, cache, selected

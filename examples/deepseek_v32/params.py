@@ -29,7 +29,7 @@ class Moe(NamedTuple):
 class Indexer(NamedTuple):
     """The lightning indexer of one layer."""
 
-    wq_b: Any  # [Hi, 128, R]
+    wq_b: Any  # [Hi * 128, R]
     wk: Any  # [128, D]
     k_norm_scale: Any  # [128]
     k_norm_bias: Any  # [128]
@@ -41,12 +41,12 @@ class Attention(NamedTuple):
 
     q_a: Any  # [R, D]
     q_a_norm: Any  # [R]
-    q_b: Any  # [H, nope + 64, R]
+    q_b: Any  # [H * (nope + 64), R]
     kv_a: Any  # [512 + 64, D]
     kv_a_norm: Any  # [512]
     w_uk: Any  # [H, 512, nope]: XLA's CPU backend has no bfloat16 product with the other order
     w_uv: Any  # [H, v, 512]
-    o: Any  # [D, H, v]
+    o: Any  # [D, H * v]
     indexer: Indexer
 
 
@@ -116,12 +116,7 @@ def checkpoint_tensors(config: Config) -> Iterator[Tensor]:
 
 
 def _matrix(name: str, shape: tuple[int, ...], *path: str, **options: Any) -> Tensor:
-    """A linear layer's weight; a parameter of three axes stands flattened in the checkpoint."""
-    flat = shape
-    if len(shape) == 3:
-        by_output = path[-1] != "o"
-        flat = (shape[0] * shape[1], shape[2]) if by_output else (shape[0], shape[1] * shape[2])
-    return Tensor(f"{name}.weight", flat, shape, path, **options)
+    return Tensor(f"{name}.weight", shape, shape, path, **options)
 
 
 def _attention(c: Config) -> Iterator[Tensor]:
@@ -131,7 +126,7 @@ def _attention(c: Config) -> Iterator[Tensor]:
     yield _matrix("post_attention_layernorm", (hidden,), "post_norm")
     yield _matrix(f"{attn}.q_a_proj", (c.q_lora_rank, hidden), "attention", "q_a")
     yield _matrix(f"{attn}.q_a_layernorm", (c.q_lora_rank,), "attention", "q_a_norm")
-    q_b = (heads, nope + ROPE_DIM, c.q_lora_rank)
+    q_b = (heads * (nope + ROPE_DIM), c.q_lora_rank)
     yield _matrix(f"{attn}.q_b_proj", q_b, "attention", "q_b")
     kv_a = (LATENT_DIM + ROPE_DIM, hidden)
     yield _matrix(f"{attn}.kv_a_proj_with_mqa", kv_a, "attention", "kv_a")
@@ -141,9 +136,9 @@ def _attention(c: Config) -> Iterator[Tensor]:
     yield kv_b._replace(shape=w_uk, path=up_k, rows=(heads, 0, nope), is_transposed=True)
     w_uv = (heads, v, LATENT_DIM)
     yield kv_b._replace(shape=w_uv, path=("attention", "w_uv"), rows=(heads, nope, nope + v))
-    yield _matrix(f"{attn}.o_proj", (hidden, heads, v), "attention", "o")
+    yield _matrix(f"{attn}.o_proj", (hidden, heads * v), "attention", "o")
     at = ("attention", "indexer")
-    yield _matrix(f"{index}.wq_b", (c.index_n_heads, INDEX_DIM, c.q_lora_rank), *at, "wq_b")
+    yield _matrix(f"{index}.wq_b", (c.index_n_heads * INDEX_DIM, c.q_lora_rank), *at, "wq_b")
     yield _matrix(f"{index}.wk", (INDEX_DIM, hidden), *at, "wk")
     yield _matrix(f"{index}.k_norm", (INDEX_DIM,), *at, "k_norm_scale")
     yield Tensor(f"{index}.k_norm.bias", (INDEX_DIM,), (INDEX_DIM,), (*at, "k_norm_bias"))
