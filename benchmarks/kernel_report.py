@@ -171,6 +171,11 @@ class Measured:
         }
         return floors | {"issue of a wave": self.tile.total * self.parameters.issue}
 
+    @property
+    def fetched_bytes(self) -> float:
+        """Bytes, in whole sectors, that L1 fetches for one more entry (a record of 656, an index)."""
+        return self.floors["memory"] * self.parameters.l2_bytes / TILE
+
     # Estimates -----------------------------------------------------------------------------------
 
     def play(
@@ -278,6 +283,17 @@ class Row(NamedTuple):
     target: float | None
     """At most this; for `at_least`, at least."""
     at_least: bool = False
+    float32_more: float = 0
+    """What the float32 scale format may take above the target."""
+
+    def met(self, name: str, value: float | None) -> bool:
+        """Whether a kernel of that name meets the target."""
+        if self.target is None:
+            return True
+        if value is None:
+            return False
+        target = self.target + (self.float32_more if "float32" in name else 0)
+        return value >= target if self.at_least else value <= target + 1e-9
 
 
 def target_rows(baseline_clocks: float) -> list[Row]:
@@ -289,12 +305,19 @@ def target_rows(baseline_clocks: float) -> list[Row]:
         Row("simulator's faults", lambda m: len(m.run(LONG).faults), "{:.0f}", 0),
         Row("LDS bytes", lambda m: m.kernel.kernel.lds_bytes, "{:,.0f}", None),
         Row("waves a SIMD", lambda m: m.waves_per_simd, "{:.0f}", 2, at_least=True),
-        Row("VALU a tile a wave", lambda m: m.tile.group(counts.VALU), "{:.1f}", 230),
+        Row(
+            "VALU a tile a wave",
+            lambda m: m.tile.group(counts.VALU),
+            "{:.1f}",
+            230,
+            float32_more=40,
+        ),
         Row("MFMA a tile a wave", lambda m: m.tile.group(counts.MFMA), "{:.1f}", None),
         Row("LDS instructions a tile a wave", lambda m: m.tile.group(counts.LDS), "{:.1f}", 75),
         Row("LDS KB a tile", lambda m: m.tile_memory.lds_bytes / 1000, "{:.1f}", 230),
         Row("LDS conflict phases a tile", lambda m: m.tile_memory.lds_conflicts, "{:.1f}", 0),
         Row("LDS phases a tile", lambda m: m.tile_memory.lds_phases, "{:.0f}", None),
+        Row("bytes from L2 an entry, estimate", lambda m: m.fetched_bytes, "{:.0f}", None),
         Row("barriers a tile", lambda m: m.tile.group(counts.BARRIER), "{:.1f}", 2),
         Row("waits a tile", lambda m: m.tile.group(counts.WAIT), "{:.1f}", None),
         Row("memory stall at 500 clocks, estimate", lambda m: m.memory_stall(500), "{:.1%}", 0.15),
@@ -349,6 +372,7 @@ BASELINE = {
     "LDS KB a tile": 269.3,
     "LDS conflict phases a tile": 24.0,
     "LDS phases a tile": 1408.0,
+    "bytes from L2 an entry, estimate": 727.0,
     "barriers a tile": 3.0,
     "waits a tile": 45.0,
     "memory stall at 500 clocks, estimate": 0.114,
@@ -381,7 +405,8 @@ def print_table(kernels: dict[str, Measured], baseline: Measured | None) -> bool
     """Prints the target table; returns whether every target is met."""
     clocks = BASELINE_CLOCKS if baseline is None else baseline.clocks_per_tile(baseline.residents)
     width = 18
-    head = "".join(f"{name[-width + 1 :]:>{width}}" for name in kernels)
+    names = [name.removeprefix("sparse_mla_") for name in kernels]
+    head = "".join(f"{name[: width - 1]:>{width}}" for name in names)
     print(f"{'':45}{'baseline':>10}{'target':>12}{head}")
     met = True
     for row in target_rows(clocks):
@@ -390,16 +415,14 @@ def print_table(kernels: dict[str, Measured], baseline: Measured | None) -> bool
         bound = "" if row.target is None else row.form.format(row.target)
         sign = "" if row.target is None else (">= " if row.at_least else "<= ")
         line += f"{sign + bound:>12}"
-        for measured in kernels.values():
+        for name, measured in kernels.items():
             value = evaluate(row, measured)
-            good = row.target is None or (
-                value is not None
-                and (value >= row.target if row.at_least else value <= row.target + 1e-9)
-            )
+            good = row.met(name, value)
             met = met and good
             text = "not run" if value is None else row.form.format(value)
             line += f"{text + ('' if good else ' *'):>{width}}"
         print(line, flush=True)
+    print("float32 scales may take 40 VALU a tile more.")
     print("* misses its target; every time is an estimate of tests/gfx950_sim/COSTS.md's model")
     return met
 
