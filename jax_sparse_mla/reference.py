@@ -253,6 +253,11 @@ def _weigh(p: Array, latent: Array, axes: Literal["rth", "rht"]) -> Array:
 
 
 def _take(x: Array, rows: Array) -> Array:
+    if x.dtype == jnp.float8_e4m3fn:
+        # To gather float8, XLA on the CPU makes a float16 copy of the cache; and a bitcast of the
+        # cache it makes ahead of the loop, as a copy too. The barrier keeps it in the gather.
+        x, rows = lax.optimization_barrier((x, rows))
+        x = lax.bitcast_convert_type(x, jnp.uint8)
     return x.at[rows].get(mode="promise_in_bounds")
 
 

@@ -236,7 +236,7 @@ class TestSizes:
     @pytest.mark.slow
     @pytest.mark.parametrize("n", [14_564, 29_128])
     def test_queries_and_results_beyond_32_bit_sizes(self, rng, n):
-        """2^31 bytes and 2^31 elements of q; every row is one of two, so that all can be checked."""
+        """2^31 bytes and 2^31 elements of q; each row is one of two, so that all can be checked."""
         heads = 128
         need = 6 * n * heads * 576 * 2
         if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < need:
