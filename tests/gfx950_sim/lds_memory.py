@@ -290,18 +290,16 @@ class LdsMemory:
                     self._learn_wait(other, wave, UNFINISHED)
                 continue
             story = f"{now} here, {before} by {wave.name_of(other.index)} (wave {other.wave})"
-            if done == UNFINISHED and other.dma is not None:
-                detail = story + ", a DMA load not yet waited for"
-                self._report("lds_dma", detail, earlier == number, granules, lanes, wave)
-            elif done == UNFINISHED and other.wave == wave.number:
-                detail = story + ", not waited for before this DMA load"
-                self._report("lds_dma", detail, earlier == number, granules, lanes, wave)
-            elif done == UNFINISHED and other.epoch < wave.epoch:
-                detail = story + ", which had not waited for it when it passed the barrier"
-                self._report("lds_unfinished", detail, earlier == number, granules, lanes, wave)
+            if other.wave == wave.number:
+                story += ", a DMA load not yet waited for" if other.dma else ", not waited for"
+                self._report("lds_dma", story, earlier == number, granules, lanes, wave)
+            elif other.epoch == wave.epoch:
+                story += ", with no barrier between"
+                self._report("lds_race", story, earlier == number, granules, lanes, wave)
             elif done >= wave.epoch:
-                detail = story + ", with no barrier between"
-                self._report("lds_race", detail, earlier == number, granules, lanes, wave)
+                kind = "lds_unfinished" if other.dma is None else "lds_dma"
+                story += ", and not waited for before the barrier"
+                self._report(kind, story, earlier == number, granules, lanes, wave)
             else:
                 if done == wave.epoch - 1:
                     self.analysis.barriers.add(wave.barriers[done])

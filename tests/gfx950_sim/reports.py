@@ -12,7 +12,7 @@ FAULTS = {
     "pending_overwrite": "a write to a register that an outstanding load will overwrite",
     "lds_bounds": "an LDS access past the workgroup's size",
     "lds_race": "LDS bytes used by two waves with no barrier between",
-    "lds_unfinished": "an LDS access that meets one not yet waited for when the barrier was passed",
+    "lds_unfinished": "LDS bytes used after a barrier before which the other wave had not waited",
     "lds_dma": "LDS bytes used while a DMA load to them is outstanding",
     "misaligned": "an address that is not a multiple of what the instruction needs",
     "exec": "an instruction that needs every lane, run with lanes off",
