@@ -291,6 +291,27 @@ def test_registers_without_hip(code_file: Path) -> None:
     assert output.splitlines()[-1].startswith("['ROCM'] ")
 
 
+def test_hip_that_the_process_has_comes_first(
+    driver: Path, code_file: Path, tmp_path: Path
+) -> None:
+    """The plugin's HIP serves, even where another of an earlier name could be opened."""
+    shutil.copyfile(driver / "libjax_sparse_mla_shim.so", tmp_path / "libamdhip64.so.7")
+    loaded = str(driver / "tests" / "libsimulated_hip.so")
+    environment = {"JAX_SPARSE_MLA_HIP_LIBRARY": "", "LD_LIBRARY_PATH": str(tmp_path)}
+    run_python(
+        'assert "no hipGetDevice" in shim.hip_error(), shim.hip_error()', code_file, **environment
+    )
+    run_python(
+        f"""
+        import ctypes
+        ctypes.CDLL({loaded!r})
+        assert shim.hip_error() is None, shim.hip_error()
+        """,
+        code_file,
+        **environment,
+    )
+
+
 def test_shim_is_found_and_of_this_contract() -> None:
     path = shim.find()
     assert path is not None
