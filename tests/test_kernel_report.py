@@ -6,8 +6,9 @@ import pytest
 from gfx950_sim import counts
 
 from benchmarks import kernel_report
-from benchmarks.kernel_report import Measured, target_rows
+from benchmarks.kernel_measure import Measured
 from benchmarks.kernel_run import SparseMla, make_inputs
+from benchmarks.kernel_targets import target_rows
 from jax_sparse_mla.kernel.compiler import code_object
 from jax_sparse_mla.kernel.specialisation import ALL
 

@@ -10,9 +10,10 @@ import pytest
 from gfx950_sim import CodeObject
 from gfx950_sim.assemble import Assembly, assemble
 from gfx950_sim.costs import MFMA_PASSES, Parameters, Unit, cost_of
+from gfx950_sim.estimates import chrome_trace
 from gfx950_sim.program import load_program
 from gfx950_sim.recording import Demand, WaveTrace
-from gfx950_sim.timeline import chrome_trace, estimate
+from gfx950_sim.timeline import estimate
 
 P = Parameters()
 
