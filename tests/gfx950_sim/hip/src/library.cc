@@ -6,6 +6,7 @@
 #include "graph.cc"
 #include "journal.cc"
 #include "launch.cc"
+#include "memory.cc"
 #include "msgpack.cc"
 #include "python_bridge.cc"
 #include "runtime.cc"

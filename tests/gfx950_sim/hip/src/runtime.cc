@@ -52,6 +52,19 @@ bool Runtime::InvalidateForNullStream() {
   return Invalidate([](const Stream& stream) { return stream.blocking; });
 }
 
+hipError_t CheckDevice(int device, std::string* text) {
+  const int count = Runtime::Get().device_count;
+  if (device >= 0 && device < count) return hipSuccess;
+  *text = "device " + std::to_string(device) + " of " + std::to_string(count);
+  return count == 0 ? hipErrorNoDevice : hipErrorInvalidDevice;
+}
+
+hipError_t RefuseInCapture(Runtime& runtime, std::string* text) {
+  if (!runtime.InvalidateForUnsafe()) return hipSuccess;
+  *text = "not permitted while a stream is capturing";
+  return hipErrorStreamCaptureUnsupported;
+}
+
 int& CurrentDevice() {
   thread_local int device = 0;
   return device;

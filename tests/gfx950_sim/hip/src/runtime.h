@@ -104,6 +104,11 @@ int& CurrentDevice();
 std::string& LastErrorText();
 hipError_t& LastError();
 
+// hipErrorInvalidDevice, or hipErrorNoDevice where there is none, with a text.
+hipError_t CheckDevice(int device, std::string* text);
+// For calls that captures forbid, with the runtime's mutex held.
+hipError_t RefuseInCapture(Runtime& runtime, std::string* text);
+
 // Runs a launch: hands it to the launcher, or to the simulator, or only counts it. No lock is held.
 hipError_t RunLaunch(const CheckedLaunch& launch, hipStream_t stream, std::string* text);
 uint64_t LaunchCount();
