@@ -2,6 +2,7 @@
 analysis."""
 
 import ctypes
+import dataclasses
 import struct
 
 import numpy as np
@@ -452,6 +453,15 @@ def test_launches_the_machine_does_not_take(code):
     with pytest.raises(RuntimeError, match="endless loop"):
         run(code.kernel("endless"), (1,), (64,), [], memory, max_instructions=1000)
     assert memory.allocations == ()
+
+
+def test_other_float_modes_are_refused(code):
+    kernel = code.kernel("nothing")
+    for flipped in (1 << 12, 1 << 16, 1 << 23):  # round up, f32 denormals flushed, no IEEE
+        descriptor = dataclasses.replace(kernel.descriptor, rsrc1=kernel.descriptor.rsrc1 ^ flipped)
+        other = dataclasses.replace(kernel, descriptor=descriptor)
+        with pytest.raises(UnknownInstruction, match="nothing runs with MODE bits"):
+            run(other, (1,), (64,), [], Memory())
 
 
 # Registers --------------------------------------------------------------------------------------

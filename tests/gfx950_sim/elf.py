@@ -48,6 +48,11 @@ class Descriptor:
         return bool(self.rsrc1 >> 26 & 1)
 
     @property
+    def ieee_mode(self) -> bool:
+        """MODE.IEEE at entry: v_min and v_max quiet signaling NaN."""
+        return bool(self.rsrc1 >> 23 & 1)
+
+    @property
     def float_mode(self) -> int:
         """MODE's round and denormal bits at entry: round f32 [1:0], f64/f16 [3:2], denormals
         [5:4], [7:6]."""

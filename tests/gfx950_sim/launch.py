@@ -25,6 +25,7 @@ from gfx950_sim.wave import EXEC_CHANGED, Launch, Wave
 Array = np.ndarray[Any, Any]
 MAX_LDS_BYTES = 160 * 1024
 _LAST = 1 << 62
+_KEEP_DENORMALS = 0xF0
 Order = str | int
 
 
@@ -89,6 +90,11 @@ def run(
         )
     if kernel.lds_bytes > MAX_LDS_BYTES:
         raise ValueError(f"{kernel.lds_bytes} bytes of LDS, a workgroup can have {MAX_LDS_BYTES}")
+    if kernel.descriptor.float_mode != _KEEP_DENORMALS or not kernel.descriptor.ieee_mode:
+        raise UnknownInstruction(
+            f"{kernel.symbol} runs with MODE bits {kernel.descriptor.float_mode:#04x} (IEEE "
+            f"{kernel.descriptor.ieee_mode}); modelled are rounding to nearest, denormals kept, IEEE"
+        )
     program = load_program(kernel.code)
     reporter, analysis = Reporter(strict), Analysis()
     launch = Launch(memory, reporter, analysis, observer)
