@@ -93,7 +93,7 @@ def run(
     if kernel.descriptor.float_mode != _KEEP_DENORMALS or not kernel.descriptor.ieee_mode:
         raise UnknownInstruction(
             f"{kernel.symbol} runs with MODE bits {kernel.descriptor.float_mode:#04x} (IEEE "
-            f"{kernel.descriptor.ieee_mode}); modelled are rounding to nearest, denormals kept, IEEE"
+            f"{kernel.descriptor.ieee_mode}); modelled: round to nearest, keep denormals, IEEE"
         )
     program = load_program(kernel.code)
     reporter, analysis = Reporter(strict), Analysis()
