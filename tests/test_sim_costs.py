@@ -106,8 +106,11 @@ def test_passes_follow_from_the_peak_rate(shape):
     operand = shape.rsplit("_", 1)[1]
     # FLOP a clock and SIMD at AMD's peak rates for MI355X; CDNA3's shapes take as long as those
     # twice as deep.
-    rate = {"f8f6f4": 2048, "f32": 64}.get(operand, 1024)
-    old = shape in ("f32_16x16x16_f16", "f32_16x16x16_bf16", "f32_32x32x8_f16", "f32_32x32x8_bf16")
+    rate = {"f8f6f4": 2048, "i8": 2048, "f32": 64}.get(operand, 1024)
+    old = shape in {
+        *("f32_16x16x16_f16", "f32_16x16x16_bf16", "f32_32x32x8_f16", "f32_32x32x8_bf16"),
+        *("i32_16x16x32_i8", "i32_32x32x16_i8"),
+    }
     expected = 2 * rows * columns * depth * (2 if old else 1) / rate / 4
     assert MFMA_PASSES[shape] == expected
 

@@ -135,6 +135,10 @@ MFMA_PASSES = {
     "f32_32x32x16_fp8_fp8": 8,
     "f32_16x16x128_f8f6f4": 8,
     "f32_32x32x64_f8f6f4": 16,
+    "i32_16x16x64_i8": 4,
+    "i32_32x32x32_i8": 8,
+    "i32_16x16x32_i8": 4,
+    "i32_32x32x16_i8": 8,
     "f32_16x16x4_f32": 8,
     "f32_32x32x2_f32": 16,
 }
@@ -188,7 +192,9 @@ def mfma_passes(instruction: Instruction) -> int:
     Raises:
       KeyError: a shape that `MFMA_PASSES` lacks.
     """
-    shape = instruction.name.removeprefix("v_mfma_").removeprefix("scale_")
+    shape = instruction.name.removeprefix("v_mfma_").removeprefix("scale_").replace("bf8", "fp8")
+    if shape not in MFMA_PASSES:
+        raise KeyError(f"{instruction.name}: its passes are not in costs.MFMA_PASSES")
     passes = MFMA_PASSES[shape]
     if shape.endswith("f8f6f4"):
         formats = (instruction.modifiers.get("cbsz", 0), instruction.modifiers.get("blgp", 0))
