@@ -32,131 +32,123 @@ from gfx950_sim.wave import EXEC_CHANGED, Closure, Wave
 
 Array = np.ndarray[Any, Any]
 
-_SDWA = {"src0_sel", "src1_sel", "dst_sel", "dst_unused", "src0_sext", "src1_sext"}
+_SDWA = {"src0_sel", "src1_sel", "dst_sel", "dst_unused", "src0_sext", "src1_sext", "sd"}
+_DWORD, _UNUSED_PAD, _UNUSED_PRESERVE = 6, 0, 2
 _SDWA_DPP_SIGNS = {"src0_neg", "src1_neg", "src0_abs", "src1_abs"}
 _DPP = {"dpp", "row_mask", "bank_mask", "bc"}
 
 
 def bind_valu(wave: Wave, instruction: Instruction, record: Valu) -> tuple[Closure, Closure]:
-    """A vector ALU instruction: fetch sources, call the function, store what EXEC lets through."""
-    is_dpp, is_sdwa = "DPP" in instruction.encoding, "SDWA" in instruction.encoding
-    own = set(record.modifiers)
-    allowed = own | {"abs", "neg", "clamp", "omod"}
-    if is_sdwa:
-        allowed |= _SDWA | _SDWA_DPP_SIGNS | {"sd"}
-    if is_dpp:
-        allowed |= _DPP | _SDWA_DPP_SIGNS
-    if record.packed:
-        allowed |= {"op_sel", "op_sel_hi", "neg_hi"}
-    sixteen = any(t in ("f16", "u16", "i16") for t in (*record.src, record.dst))
-    if sixteen and "op_sel" not in own:
-        allowed.add("op_sel")
-    if instruction.encoding == "VOP3P" and not record.packed:
-        own_default = 7
-        if "op_sel_hi" not in own:
-            allowed.add("op_sel_hi")
-    else:
-        own_default = 0
-    check_modifiers(instruction, allowed)
-    if instruction.modifiers.get("omod"):
+    """A vector ALU instruction: fetch sources, call the function, store what EXEC lets through.
+
+    Raises:
+        UnknownInstruction: a modifier or operand that is not modelled.
+    """
+    check_modifiers(instruction, _allowed_modifiers(instruction, record))
+    modifiers = instruction.modifiers
+    if modifiers.get("omod"):
         raise UnknownInstruction(f"{instruction.text}: output multiplier (it needs denormals off)")
-
+    is_dpp = "DPP" in instruction.encoding
+    rows = None
+    if record.dst != "mask":
+        rows = destination(wave, instruction.operands["vdst"], record.dst)
+    function = _with_modifiers(wave, instruction, record, rows)
     fetches, views = _bind_sources(wave, instruction, record)
-    defaults = {"op_sel_hi": own_default, "fp16_ovfl": wave.launch.fp16_ovfl}
-    keywords = {m: instruction.modifiers.get(m, defaults.get(m, 0)) for m in record.modifiers}
-    function: Callable[..., Any] = record.function
-    if any(keywords.values()) or not isinstance(function, np.ufunc):
-        function = partial(function, **keywords) if keywords else function
-    if "clamp" in instruction.modifiers and "clamp" not in own:
-        function = _clamped(function, record.dst, instruction)
-
-    if record.dst == "mask":
-        return _bind_compare(wave, instruction, function, fetches, views)
-    vdst = instruction.operands["vdst"]
-    rows = destination(wave, vdst, record.dst)
-    typed = _typed(rows, record.dst)
-    if is_sdwa and instruction.modifiers.get("dst_sel", 6) != 6:
-        return _both(_bind_sdwa_store(wave, instruction, function, fetches, rows, record))
-    if record.reads_dst:
-        old = rows if split_type(record.dst)[1] > 1 else rows[0]
-        old = old if typed is None else typed if "f" in record.dst else old
-        inner = function
-        function = lambda *sources: inner(*sources, old=old)  # noqa: E731
-        views = views if views is not None else None
-    if is_dpp:
-        writable = dpp_writes(wave, instruction)
-
-        def execute_dpp() -> None:
-            result = as_rows(function(*[f() for f in fetches]), record.dst)
-            lanes = writable()
-            if lanes is None:
-                rows[...] = result
-            else:
-                np.copyto(rows, result, where=lanes)
-
-        return _both(execute_dpp)
+    evaluate = _evaluation(function, fetches, views)
+    if is_dpp and (rows is None or record.extra is not None):
+        raise UnknownInstruction(f"{instruction.text}: a lane mask as result of a DPP instruction")
+    if rows is None:
+        return _both(_bind_compare(wave, instruction, evaluate))
     if record.extra is not None:
-        return _bind_with_mask(wave, instruction, function, fetches, rows, record)
-    if sixteen and "op_sel" not in own and instruction.modifiers.get("op_sel", 0) & 8:
-        return _both(_bind_high_half(wave, function, fetches, rows, record))
+        return _both(_bind_with_mask(wave, instruction, evaluate, rows, record.dst))
+    if modifiers.get("dst_sel", _DWORD) != _DWORD:
+        return _both(_bind_sdwa_store(wave, instruction, evaluate, rows, record.dst))
+    if is_dpp:
+        return _both(_bind_dpp_store(wave, instruction, evaluate, rows, record.dst))
+    if _selects_halves(record) and modifiers.get("op_sel", 0) & 8:
+        return _both(_bind_high_half(wave, evaluate, rows, record.dst))
+    typed = _typed(rows, record.dst)
     if typed is None:
+        masked = partial(_store_rows_where, evaluate, rows, record.dst, wave.lanes)
         if rows.shape[0] == 2 and split_type(record.dst)[1] == 1:
-            store = wide_store(rows, record.dst)
-            full = partial(_give, function, fetches, store)
-        else:
-            full = partial(_store_rows, function, fetches, rows, record.dst)
-        return (
-            full,
-            partial(_store_rows_where, function, fetches, rows, record.dst, wave.lanes),
-        )
-    if views is None:
-        return (
-            partial(_store_fetched, function, fetches, typed),
-            partial(_store_fetched_where, function, fetches, typed, wave.lanes),
-        )
-    if isinstance(function, np.ufunc):
+            return partial(_give, evaluate, wide_store(rows, record.dst)), masked
+        return partial(_store_rows, evaluate, rows, record.dst), masked
+    if isinstance(function, np.ufunc) and views is not None:  # NumPy can do all of it
         return (
             partial(function, *views, out=typed),
             partial(function, *views, out=typed, where=wave.lanes),
         )
-    return (
-        partial(_store, function, views, typed),
-        partial(_store_where, function, views, typed, wave.lanes),
-    )
+    return partial(_store, evaluate, typed), partial(_store_where, evaluate, typed, wave.lanes)
 
 
-def _store(function: Callable[..., Any], views: list[Array], target: Array) -> None:
-    target[...] = function(*views)
+def _selects_halves(record: Valu) -> bool:
+    """Whether op_sel picks halves of 16-bit operands, as the function does not take it itself."""
+    types = (*record.src, record.dst)
+    return "op_sel" not in record.modifiers and bool({"f16", "u16", "i16"} & set(types))
 
 
-def _store_where(
-    function: Callable[..., Any], views: list[Array], target: Array, lanes: Array
-) -> None:
-    np.copyto(target, function(*views), where=lanes, casting="unsafe")
+def _allowed_modifiers(instruction: Instruction, record: Valu) -> set[str]:
+    allowed = {"abs", "neg", "clamp", "omod", *record.modifiers}
+    if "SDWA" in instruction.encoding:
+        allowed |= _SDWA | _SDWA_DPP_SIGNS
+    if "DPP" in instruction.encoding:
+        allowed |= _DPP | _SDWA_DPP_SIGNS
+    if record.packed:
+        allowed |= {"op_sel", "op_sel_hi", "neg_hi"}
+    elif instruction.encoding == "VOP3P":
+        allowed.add("op_sel_hi")  # its default is all ones; without packed operands it says nothing
+    if _selects_halves(record):
+        allowed.add("op_sel")
+    return allowed
 
 
-def _store_fetched(function: Callable[..., Any], fetches: list[Fetch], target: Array) -> None:
-    target[...] = function(*[f() for f in fetches])
+def _with_modifiers(
+    wave: Wave, instruction: Instruction, record: Valu, rows: Array | None
+) -> Callable[..., Any]:
+    """The record's function with the modifiers it takes, the old destination and the clamp."""
+    defaults = {"fp16_ovfl": wave.launch.fp16_ovfl}
+    if instruction.encoding == "VOP3P":
+        defaults["op_sel_hi"] = 7
+    keywords: dict[str, Any] = {
+        name: instruction.modifiers.get(name, defaults.get(name, 0)) for name in record.modifiers
+    }
+    if record.reads_dst:
+        assert rows is not None
+        typed = _typed(rows, record.dst)
+        keywords["old"] = rows[0] if typed is None else typed
+    function = partial(record.function, **keywords) if keywords else record.function
+    if "clamp" in instruction.modifiers and "clamp" not in record.modifiers:
+        return _clamped(function, record.dst, instruction)
+    return function
 
 
-def _store_fetched_where(
-    function: Callable[..., Any], fetches: list[Fetch], target: Array, lanes: Array
-) -> None:
-    np.copyto(target, function(*[f() for f in fetches]), where=lanes, casting="unsafe")
+def _evaluation(
+    function: Callable[..., Any], fetches: list[Fetch], views: list[Array] | None
+) -> Callable[[], Any]:
+    """A function that computes the result from the sources as they are now."""
+    if views is not None:
+        return partial(function, *views)
+    return lambda: function(*[fetch() for fetch in fetches])
 
 
-def _give(function: Callable[..., Any], fetches: list[Fetch], store: Store) -> None:
-    store(function(*[f() for f in fetches]))
+def _store(evaluate: Callable[[], Any], target: Array) -> None:
+    target[...] = evaluate()
 
 
-def _store_rows(function: Callable[..., Any], fetches: list[Fetch], rows: Array, name: str) -> None:
-    rows[...] = as_rows(function(*[f() for f in fetches]), name)
+def _store_where(evaluate: Callable[[], Any], target: Array, lanes: Array) -> None:
+    np.copyto(target, evaluate(), where=lanes, casting="unsafe")
 
 
-def _store_rows_where(
-    function: Callable[..., Any], fetches: list[Fetch], rows: Array, name: str, lanes: Array
-) -> None:
-    np.copyto(rows, as_rows(function(*[f() for f in fetches]), name), where=lanes)
+def _give(evaluate: Callable[[], Any], store: Store) -> None:
+    store(evaluate())
+
+
+def _store_rows(evaluate: Callable[[], Any], rows: Array, name: str) -> None:
+    rows[...] = as_rows(evaluate(), name)
+
+
+def _store_rows_where(evaluate: Callable[[], Any], rows: Array, name: str, lanes: Array) -> None:
+    np.copyto(rows, as_rows(evaluate(), name), where=lanes)
 
 
 def _typed(rows: Array, name: str) -> Array | None:
@@ -191,7 +183,7 @@ def _bind_sources(
         direct: Array | None = None
         if record.packed:
             direct = _packed_source(wave, operand, name, instruction, i)
-            fetch = (lambda d: lambda: d)(direct)
+            fetch = _always(direct)
             signs = [negate >> i & 1, modifiers.get("neg_hi", 0) >> i & 1]
             if any(signs):
                 fetch, direct = _packed_sign(direct, signs), None
@@ -211,9 +203,7 @@ def _bind_sources(
                     raise UnknownInstruction(f"{instruction.text}: op_sel of a constant")
                 whole = rows_view(wave, operand)[0].view(DTYPES[name])
                 direct = whole[1::2]
-            fetch = (
-                fetcher(wave, operand, name) if direct is None else (lambda d: lambda: d)(direct)
-            )
+            fetch = fetcher(wave, operand, name) if direct is None else _always(direct)
         if not record.packed and (absolute >> i & 1 or negate >> i & 1):
             fetch = with_sign(fetch, direct, absolute >> i & 1, negate >> i & 1)
             direct = None
@@ -225,6 +215,10 @@ def _bind_sources(
     if any(v is None for v in views):
         return fetches, None
     return fetches, [v for v in views if v is not None]
+
+
+def _always(values: Array) -> Fetch:
+    return lambda: values
 
 
 def _packed_source(
@@ -255,64 +249,66 @@ def _clamped(
     return clamped
 
 
-def _bind_compare(
-    wave: Wave,
-    instruction: Instruction,
-    function: Callable[..., Any],
-    fetches: list[Fetch],
-    views: list[Array] | None,
-) -> tuple[Closure, Closure]:
+def _bind_compare(wave: Wave, instruction: Instruction, evaluate: Callable[[], Any]) -> Closure:
     """v_cmp: a lane mask to VCC or a scalar pair; v_cmpx: to EXEC as well."""
     target = instruction.operands.get("vdst") or instruction.operands.get("sdst")
     if "SDWA" in instruction.encoding and not instruction.modifiers.get("sd"):
         target = None
     store = mask_store(wave, VCC if target is None else target.index)
-    is_cmpx = instruction.name.startswith("v_cmpx")
 
-    def execute() -> Any:
-        store(function(*[f() for f in fetches]))
+    def compare() -> None:
+        store(evaluate())
 
-    def execute_cmpx() -> int:
-        result = np.broadcast_to(function(*[f() for f in fetches]), (64,))
+    def compare_to_exec() -> int:
+        result = np.broadcast_to(evaluate(), (64,))
         store(result)
         bits = np.packbits(result & wave.lanes, bitorder="little").view(np.uint64)
         wave.set_exec(int(bits[0]))
         return EXEC_CHANGED
 
-    return _both(execute_cmpx if is_cmpx else execute)
+    return compare_to_exec if instruction.name.startswith("v_cmpx") else compare
 
 
 def _bind_with_mask(
-    wave: Wave,
-    instruction: Instruction,
-    function: Callable[..., Any],
-    fetches: list[Fetch],
-    rows: Array,
-    record: Valu,
-) -> tuple[Closure, Closure]:
+    wave: Wave, instruction: Instruction, evaluate: Callable[[], Any], rows: Array, name: str
+) -> Closure:
     """An instruction with a second result, a lane mask (a carry)."""
     sdst = instruction.operands.get("sdst")
     store_mask = mask_store(wave, VCC if sdst is None else sdst.index)
-    store = wide_store(rows, record.dst) if rows.shape[0] == 2 else None
+    store = wide_store(rows, name) if rows.shape[0] == 2 else None
 
     def execute() -> None:
-        result, mask = function(*[f() for f in fetches])
+        result, mask = evaluate()
         if store is not None and wave.all_lanes:
             store(result)
         else:
-            np.copyto(rows, as_rows(result, record.dst), where=wave.lanes)
+            np.copyto(rows, as_rows(result, name), where=wave.lanes)
         store_mask(mask)
 
-    return _both(execute)
+    return execute
 
 
-def _bind_high_half(
-    wave: Wave, function: Callable[..., Any], fetches: list[Fetch], rows: Array, record: Valu
+def _bind_dpp_store(
+    wave: Wave, instruction: Instruction, evaluate: Callable[[], Any], rows: Array, name: str
 ) -> Closure:
+    """DPP's row_mask and bank_mask, and lanes without a source, leave the destination as it is."""
+    writable = dpp_writes(wave, instruction)
+
+    def execute() -> None:
+        result, lanes = as_rows(evaluate(), name), writable()
+        if lanes is None:
+            rows[...] = result
+        else:
+            np.copyto(rows, result, where=lanes)
+
+    return execute
+
+
+def _bind_high_half(wave: Wave, evaluate: Callable[[], Any], rows: Array, name: str) -> Closure:
     """op_sel[3] of a 16-bit instruction: the result goes to the upper half, the lower is kept."""
 
     def execute() -> None:
-        value = as_rows(function(*[f() for f in fetches]), record.dst)
+        value = as_rows(evaluate(), name)
         joined = rows & np.uint32(0xFFFF) | value << np.uint32(16)
         np.copyto(rows, joined, where=wave.lanes)
 
@@ -320,25 +316,19 @@ def _bind_high_half(
 
 
 def _bind_sdwa_store(
-    wave: Wave,
-    instruction: Instruction,
-    function: Callable[..., Any],
-    fetches: list[Fetch],
-    rows: Array,
-    record: Valu,
+    wave: Wave, instruction: Instruction, evaluate: Callable[[], Any], rows: Array, name: str
 ) -> Closure:
-    """SDWA's dst_sel: the result's low byte or half goes there; the rest is 0, its sign, or kept
-    (dst_unused)."""
+    """SDWA's dst_sel: the result's low byte or half goes there; the rest becomes 0 or is kept."""
     select = instruction.modifiers["dst_sel"]
-    unused = instruction.modifiers.get("dst_unused", 0)
+    unused = instruction.modifiers.get("dst_unused", _UNUSED_PAD)
+    if unused not in (_UNUSED_PAD, _UNUSED_PRESERVE):
+        raise UnknownInstruction(f"{instruction.text}: dst_unused UNUSED_SEXT")
     shift, width = (8 * select, 8) if select < 4 else (16 * (select - 4), 16)
     field = np.uint32((1 << width) - 1)
-    if unused == 1:
-        raise UnknownInstruction(f"{instruction.text}: dst_unused UNUSED_SEXT")
 
     def execute() -> None:
-        value = (as_rows(function(*[f() for f in fetches]), record.dst) & field) << np.uint32(shift)
-        if unused == 2:
+        value = (as_rows(evaluate(), name) & field) << np.uint32(shift)
+        if unused == _UNUSED_PRESERVE:
             value = value | rows & ~(field << np.uint32(shift))
         np.copyto(rows, value, where=wave.lanes)
 
