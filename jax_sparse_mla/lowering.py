@@ -104,6 +104,8 @@ def run_reference(
     """The op through the reference; it has no use for splits nor for the hint on masked entries."""
     shape, folded = fold(*operands)
     width = operands[3].shape[-1]
+    if not isinstance(width, int):  # symbolic: as long as a row can be
+        width = MAX_INDICES
     tiling = CPU_TILING
     if on_gpu:
         exact = params["scale_format"] == "pow2" or operands[2].dtype == jnp.bfloat16

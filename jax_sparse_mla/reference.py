@@ -99,7 +99,7 @@ def sparse_mla_reference(
     # the last block up has number n: it reads some row, with no entry, and writes nothing.
     length = jnp.maximum(row_end - row_begin, 0)
     num_blocks = -(-n // tiling.rows)
-    block_rows = -(-n // num_blocks)
+    block_rows = -(-n // num_blocks) if isinstance(n, int) else tiling.rows
     one_tile = width <= tiling.entries
     order = jnp.arange(n, dtype=jnp.int32)
     if block_rows > 1 and not one_tile:
@@ -108,7 +108,9 @@ def sparse_mla_reference(
 
     num_records = kv.shape[0]
     cache: tuple[Array, ...] = (kv,)
-    often = tiling.decode_first and indices.shape[0] >= tiling.decode_first * num_records
+    sizes = (indices.shape[0], num_records)
+    known = all(isinstance(size, int) for size in sizes)  # not symbolic, as in an export
+    often = known and tiling.decode_first and sizes[0] >= tiling.decode_first * num_records
     if often and kv.dtype != jnp.bfloat16:
         cache = tuple(part.astype(tiling.dtype) for part in decode(kv, scale_format))
 
