@@ -20,9 +20,11 @@ choice: compare with a tolerance).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from . import formats
 from .formats import Doubles, Words
@@ -66,19 +68,31 @@ F8F6F4_FORMATS = {0: "fp8", 1: "bf8"}
 modelled."""
 
 
+@functools.cache
+def _operand_order(registers: int, rows: int, runs: int) -> npt.NDArray[np.intp]:
+    """Where the words of `operand_rows` are among those of the registers."""
+    split = np.arange(registers * 64).reshape(runs, -1, 64 // rows, rows)
+    return np.ascontiguousarray(split.transpose(3, 0, 2, 1)).reshape(rows, -1)
+
+
 def operand_rows(registers: Words, rows: int, runs: int = 1) -> Words:
     """Words of A (or B transposed) in order of k, uint32 [rows, words], from registers [k, 64]."""
-    split = registers.reshape(runs, -1, 64 // rows, rows)
-    return np.ascontiguousarray(split.transpose(3, 0, 2, 1)).reshape(rows, -1)
+    return registers.reshape(-1).take(_operand_order(registers.shape[0], rows, runs))
+
+
+@functools.cache
+def _result_order(elements: int, columns: int) -> npt.NDArray[np.intp]:
+    """Where what D's registers [k, 64] hold is in the matrix D."""
+    tiles = np.arange(elements).reshape(-1, 64 // columns, 4, columns)
+    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3)).reshape(-1, 64)
 
 
 def accumulate(product: Doubles, c: Words) -> Words:
     """product + C as registers [k, 64]; C is registers [k, 64] or one constant for all elements."""
-    columns = product.shape[1]
-    tiles = product.reshape(-1, 64 // columns, 4, columns).transpose(0, 2, 1, 3)
+    placed = product.reshape(-1).take(_result_order(product.size, product.shape[1]))
     addend = c.view(np.float32)
-    total = tiles + (addend.reshape(tiles.shape) if addend.size > 1 else float(addend.item()))
-    return total.astype(np.float32, order="C").reshape(-1, 64).view(np.uint32)
+    total = placed + (addend if addend.size > 1 else float(addend.item()))
+    return total.astype(np.float32).view(np.uint32)
 
 
 def multiply(
