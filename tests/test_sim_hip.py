@@ -198,6 +198,10 @@ def test_every_call_is_recorded(hip, control, code, no_simulator):
     assert [c.stream for c in calls] == [stream.value, 0, stream.value]
     assert {c.thread for c in calls} == {threading.get_native_id()}
     assert control.launch_count() == launches + 1
+    hip.call("hipSetDevice", 5)
+    hip.call("hipStreamSynchronize", stream)  # the stream is still of device 0
+    hip.call("hipSetDevice", 0)
+    assert [c.device for c in control.calls()[-3:]] == [5, 0, 0]
     hip.call("hipStreamDestroy", stream)
     hip.call("hipModuleUnload", module)
 

@@ -55,6 +55,7 @@ def build(extra_flags: Sequence[str] = ()) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        unfinished.chmod(0o755)  # mkstemp made it for this user alone
         unfinished.replace(library)
     except FileNotFoundError as error:
         raise RuntimeError(f"no C++ compiler {compiler!r}; install g++ or set CXX") from error

@@ -24,7 +24,7 @@ class Call(NamedTuple):
     stream: int
     """0 for the null stream and for calls without one."""
     device: int
-    """The calling thread's current device."""
+    """The stream's device, or the calling thread's for the null stream and calls without one."""
     code: int
 
 

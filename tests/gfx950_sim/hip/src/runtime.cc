@@ -70,6 +70,15 @@ int& CurrentDevice() {
   return device;
 }
 
+int DeviceOf(hipStream_t stream) {
+  if (!IsDefaultStream(stream)) {
+    Runtime& runtime = Runtime::Get();
+    const std::lock_guard<std::mutex> lock(runtime.mutex);
+    if (const Stream* queue = runtime.FindStream(stream); queue != nullptr) return queue->device;
+  }
+  return CurrentDevice();
+}
+
 std::string& LastErrorText() {
   thread_local std::string text;
   return text;

@@ -100,6 +100,8 @@ inline bool IsDefaultStream(hipStream_t stream) { return reinterpret_cast<uintpt
 
 // HIP's implicit device of the calling thread.
 int& CurrentDevice();
+// The device of a stream, else of the calling thread. Takes the runtime's mutex.
+int DeviceOf(hipStream_t stream);
 // What the last failed call of the calling thread says beyond its code.
 std::string& LastErrorText();
 hipError_t& LastError();
@@ -124,13 +126,14 @@ int Api(const char* name, hipStream_t stream, Body&& body) {
   hipError_t code;
   std::string text;
   try {
+    const int device = DeviceOf(stream);  // before the body, which may destroy the stream
     code = Journal::Get().Injected(name);
     if (code != hipSuccess) {
       text = std::string(name) + ": failure injected by the test";
     } else {
       code = body(&text);
     }
-    Journal::Get().Record(name, stream, CurrentDevice(), code);
+    Journal::Get().Record(name, stream, stream == nullptr ? CurrentDevice() : device, code);
   } catch (const std::bad_alloc&) {
     code = hipErrorOutOfMemory;
   } catch (...) {
