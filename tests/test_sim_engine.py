@@ -3,8 +3,11 @@ analysis."""
 
 import ctypes
 import dataclasses
+import re
 import struct
+from pathlib import Path
 
+import gfx950_sim
 import numpy as np
 import pytest
 from gfx950_sim import CodeObject, CodeObjectError, Memory, SimulationFault, UnknownInstruction, run
@@ -462,6 +465,20 @@ def test_other_float_modes_are_refused(code):
         other = dataclasses.replace(kernel, descriptor=descriptor)
         with pytest.raises(UnknownInstruction, match="nothing runs with MODE bits"):
             run(other, (1,), (64,), [], Memory())
+
+
+def test_the_example_of_the_readme(tmp_path, monkeypatch):
+    """A kernel that copies 256 floats: x, out, n."""
+    body = KERNELS["copy"].body.replace("v_and_b32 v1, 63, v0", "v_mov_b32 v1, v0")
+    (tmp_path / "kernel.hsaco").write_bytes(assemble({"k": Assembly(body, arguments=3)}))
+    text = (Path(gfx950_sim.__file__).parent / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    assert len(example.splitlines()) == 5
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(example, names)
+    np.testing.assert_array_equal(names["out"], names["x"])
+    assert names["x"][255] == 255
 
 
 # Registers --------------------------------------------------------------------------------------
