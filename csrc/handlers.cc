@@ -55,19 +55,12 @@ ErrorOr<Attributes> Decode(const ffi::Dictionary& dictionary) {
   return attributes;
 }
 
-ErrorOr<const Kernel*> FindKernel(int device, const KernelSource& source) {
-  if (device < 0) {
-    return Unexpected(MakeError(ErrorCode::kInternal, "XLA gave device ordinal ", device));
-  }
-  ErrorOr<const Hip*> hip = Hip::Get();
-  if (hip.has_error()) return Unexpected(hip.error());
-  return FindKernel(**hip, device, source);
-}
-
 Error Initialize(int32_t device, ffi::Dictionary dictionary) {
   ErrorOr<Attributes> attributes = Decode(dictionary);
   if (attributes.has_error()) return attributes.error();
-  ErrorOr<const Kernel*> kernel = FindKernel(device, attributes->source);
+  ErrorOr<const Hip*> hip = Hip::Get();
+  if (hip.has_error()) return hip.error();
+  ErrorOr<const Kernel*> kernel = FindKernel(**hip, device, attributes->source);
   return kernel.has_error() ? kernel.error() : Error::Success();
 }
 
@@ -81,9 +74,11 @@ Error Execute(int32_t device, hipStream_t stream, ffi::AnyBuffer q_latent, ffi::
   ErrorOr<Launch> launch = PlanLaunch(operands, attributes->launch);
   if (launch.has_error()) return launch.error();
   if (launch->workgroups == 0) return Error::Success();
-  ErrorOr<const Kernel*> kernel = FindKernel(device, attributes->source);
+  ErrorOr<const Hip*> hip = Hip::Get();
+  if (hip.has_error()) return hip.error();
+  ErrorOr<const Kernel*> kernel = FindKernel(**hip, device, attributes->source);
   if (kernel.has_error()) return kernel.error();
-  return Enqueue(**Hip::Get(), device, stream, **kernel, attributes->launch, *launch);
+  return Enqueue(**hip, device, stream, **kernel, attributes->launch, *launch);
 }
 
 // Stands in for PlatformStream where XLA has no streams.
@@ -108,7 +103,7 @@ auto BindExecute() {
 
 // Nothing may be thrown into XLA: what is left (memory exhausted) becomes an error too.
 XLA_FFI_Error* CallGuarded(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) noexcept {
-  const char* reason = "unknown exception";
+  const char* reason;
   try {
     return handler(frame);
   } catch (const std::bad_alloc&) {

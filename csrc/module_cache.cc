@@ -119,6 +119,9 @@ ErrorOr<Kernel> Check(const KernelSource& source, const Sha256Digest& hash) {
 }  // namespace
 
 ErrorOr<const Kernel*> FindKernel(const Hip& hip, int device, const KernelSource& source) {
+  if (device < 0) {
+    return Unexpected(MakeError(ErrorCode::kInternal, "XLA gave device ordinal ", device));
+  }
   Key key{device, {}};
   if (source.code_hash.size() != key.second.size()) {
     return Unexpected(InvalidArgument("attribute 'code_hash' must have ", key.second.size(),

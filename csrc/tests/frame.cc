@@ -129,7 +129,7 @@ const XLA_FFI_Api* Api() {
 
 int64_t LiveErrors() { return live_errors; }
 
-Outcome Call::Run(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage) {
+Outcome Call::Run(const Handler& handler, XLA_FFI_ExecutionStage stage) {
   FrameAttributes frame_attributes(attributes);
   std::vector<XLA_FFI_Buffer> frame_arguments = FrameBuffers(arguments);
   std::vector<XLA_FFI_Buffer> frame_results = FrameBuffers(results);

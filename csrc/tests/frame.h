@@ -4,6 +4,7 @@
 #define JAX_SPARSE_MLA_TESTS_FRAME_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -47,7 +48,8 @@ struct Call {
   std::map<std::string, Attribute> attributes;
   Context context;
 
-  Outcome Run(XLA_FFI_Handler* handler, XLA_FFI_ExecutionStage stage);
+  using Handler = std::function<XLA_FFI_Error*(XLA_FFI_CallFrame*)>;
+  Outcome Run(const Handler& handler, XLA_FFI_ExecutionStage stage);
 };
 
 enum Argument { kQLatent, kQRope, kKv, kIndices, kRowBegin, kRowEnd };

@@ -156,40 +156,35 @@ SHIM_TEST(ALoadDuringCaptureIsAnErrorOnly) {
 
 SHIM_TEST(OutOfMemoryIsAnError) {
   const SimulatedHip& hip = SimulatedHip::Get();
-  for (auto* run : {&Initialize, &ExecuteHost}) {
-    for (int64_t countdown = 0;; ++countdown) {
+  const struct {
+    XLA_FFI_Handler* handler;
+    XLA_FFI_ExecutionStage stage;
+  } stages[] = {{Shim::Get().initialize, XLA_FFI_ExecutionStage_INITIALIZE},
+                {Shim::Get().execute_host, XLA_FFI_ExecutionStage_EXECUTE}};
+  for (const auto& [handler, stage] : stages) {
+    int failed = 1;
+    int64_t countdown = 0;
+    for (; failed != 0; ++countdown) {
       Call call = MakeCall(NewCode());
       const int64_t modules = hip.live("module");
-      // The frame is built before, only the shim and HIP run out.
-      static int64_t limit;
-      static XLA_FFI_Handler* handler;
-      static int failed;
-      limit = countdown;
-      handler = run == &Initialize ? Shim::Get().initialize : Shim::Get().execute_host;
-      const XLA_FFI_ExecutionStage stage =
-          run == &Initialize ? XLA_FFI_ExecutionStage_INITIALIZE : XLA_FFI_ExecutionStage_EXECUTE;
-      const Outcome outcome = call.Run(
-          [](XLA_FFI_CallFrame* frame) {
-            FailAllocations(limit);
-            XLA_FFI_Error* error = handler(frame);
-            failed = FailAllocations(-1);
-            return error;
-          },
-          stage);
-      if (outcome) {
+      // The frame is there before; only the shim and HIP run out of memory.
+      auto starved = [&, run = handler](XLA_FFI_CallFrame* frame) {
+        FailAllocations(countdown);
+        XLA_FFI_Error* error = run(frame);
+        failed = FailAllocations(-1);
+        return error;
+      };
+      if (const Outcome outcome = call.Run(starved, stage)) {
         // Either the shim ran out, or the library, which says so by its code.
         EXPECT(outcome->second.find("out of host memory") != std::string::npos ||
                outcome->second.find("hipErrorOutOfMemory (2)") != std::string::npos);
+        EXPECT(failed == 1);
       }
       EXPECT(hip.CurrentDevice() == 0);
-      EXPECT_OK(run(call));
+      EXPECT_OK(call.Run(handler, stage));
       EXPECT(hip.live("module") == modules + 1);
-      if (failed == 0) {
-        EXPECT_OK(outcome);
-        EXPECT(countdown > 5);
-        break;
-      }
     }
+    EXPECT(countdown > 5);
   }
 }
 
