@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CPP := $(wildcard csrc/*.cc csrc/*.h csrc/tests/*.cc csrc/tests/*.h \
+	tests/gfx950_sim/hip/src/*.cc tests/gfx950_sim/hip/src/*.h)
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-slow lint format clean
@@ -26,12 +28,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror csrc/*.cc csrc/*.h csrc/tests/*.cc csrc/tests/*.h
+	$(BIN)/clang-format --dry-run --Werror $(CPP) csrc/tests/*.cc csrc/tests/*.h
 
 format:
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*.cc csrc/*.h csrc/tests/*.cc csrc/tests/*.h
+	$(BIN)/clang-format -i $(CPP) csrc/tests/*.cc csrc/tests/*.h
 
 clean:
 	rm -rf $(VENV) build dist

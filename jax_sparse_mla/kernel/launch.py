@@ -52,7 +52,7 @@ def sparse_mla_call(
     )
     lse = jax.ShapeDtypeStruct((m, heads), jnp.float32)
     call = jax.ffi.ffi_call(shim.TARGET, (out, lse))
-    return call(
+    result_out, result_lse = call(
         q_latent,
         q_rope,
         kv,
@@ -69,3 +69,4 @@ def sparse_mla_call(
         num_splits=np.int32(num_splits),
         flags=np.int32(has_invalid),
     )
+    return result_out, result_lse
