@@ -1,7 +1,7 @@
 """Sparse MLA as one writes it in eager PyTorch: the yardstick of benchmarks/op.py.
 
-Two versions, of which the benchmark takes the faster: gather the selected records and dequantise
-those, or dequantise the whole cache and gather from that. Rows are taken in chunks, so that the
+Two versions: gather the selected records and dequantise those, or dequantise the whole cache and
+gather from that. Rows are taken in chunks, so that the
 gathered values stay within a few hundred megabytes.
 """
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jax_sparse_mla.arguments import as_int32, check_choice
 from jax_sparse_mla.kernel.contract import LATENT_DIM, RECORD_BYTES, ROPE_DIM
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.lse import apply_sink
@@ -154,7 +155,7 @@ def _operands(
     q_latent, q_rope = _queries(q)
     n = q_latent.shape[0]
     kv = _records(kv_buffer)
-    indices = _int32("kv_indices", kv_indices)
+    indices = as_int32("kv_indices", kv_indices)
     if kv_indptr is None:
         if indices.ndim != 2 or indices.shape[0] != n:
             raise ValueError(
@@ -165,7 +166,7 @@ def _operands(
         row_begin = jnp.zeros((n,), jnp.int32)
         if row_lengths is None:
             return q_latent, q_rope, kv, indices, row_begin, jnp.full((n,), width, jnp.int32)
-        row_end = _int32("row_lengths", row_lengths)
+        row_end = as_int32("row_lengths", row_lengths)
         if row_end.shape != (n,):
             raise ValueError(
                 f"row_lengths must be [{n}], one for each row of q, not {list(row_end.shape)}"
@@ -175,7 +176,7 @@ def _operands(
         raise ValueError(
             "row_lengths must be None where kv_indptr is given: that holds the lengths"
         )
-    indptr = _int32("kv_indptr", kv_indptr)
+    indptr = as_int32("kv_indptr", kv_indptr)
     if indptr.shape != (n + 1,):
         raise ValueError(
             f"kv_indptr must be [{n + 1}], one more than rows of q, not {list(indptr.shape)}"
@@ -241,21 +242,6 @@ def _records(kv_buffer: Any) -> Array:
     return kv
 
 
-def _int32(name: str, value: Any) -> Array:
-    """The argument as int32; what int32 cannot hold becomes the nearest it can, which is as far out
-    of every range."""
-    if not hasattr(value, "dtype"):
-        value = np.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integer, not {value.dtype}")
-    info, limits = jnp.iinfo(value.dtype), jnp.iinfo(jnp.int32)
-    if info.max > limits.max:
-        # NumPy arrays are clipped before JAX sees them: without 64-bit types it would wrap them.
-        xp: Any = np if isinstance(value, np.ndarray) else jnp
-        value = xp.clip(value, max(int(info.min), int(limits.min)), int(limits.max))
-    return jnp.asarray(value).astype(jnp.int32)
-
-
 def _sink(attn_sink: Any, num_heads: int) -> Array:
     array = _array("attn_sink", attn_sink)
     if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -290,8 +276,7 @@ def _params(
     scale = float(softmax_scale)
     if not math.isfinite(scale) or abs(scale) > float(ml_dtypes.finfo(np.float32).max):
         raise ValueError(f"softmax_scale must be finite in float32, not {softmax_scale}")
-    if scale_format not in ("pow2", "float32"):
-        raise ValueError(f'scale_format must be "pow2" or "float32", not {scale_format!r}')
+    check_choice("scale_format", scale_format, ScaleFormat)
     if implementation not in (None, "kernel", "reference"):
         raise ValueError(
             f'implementation must be None, "kernel" or "reference", not {implementation!r}'

@@ -9,8 +9,10 @@ What it computes, for row r with the entries ``indices[row_begin[r] : row_end[r]
 
 How: one block of rows after the other, and within it one tile of entries after the other, with the
 running maximum, sum and output of the online softmax (Milakov and Gimelshein, arXiv:1805.02867).
-Nothing of the size of (rows, entries) is ever held, and a block stops at its longest row. How a row
-is cut depends on the row alone, so its result is the same bits beside any other rows.
+Nothing of the size of (rows, entries) is
+ever held, and a block stops at its longest row. On the CPU a row's result is the same bits whatever
+its position and neighbours. On a GPU it is so among calls of the same shapes: by the shapes, the
+work is cut, and the library of matrix products picks its kernel.
 """
 
 from typing import Literal, NamedTuple
@@ -50,7 +52,7 @@ def gpu_tiling(num_heads: int, width: int, exact_in_bfloat16: bool) -> Tiling:
       width: the longest row there can be.
       exact_in_bfloat16: whether values are, as an e4m3 code times a power of two is.
     """
-    entries = min(2048, -(-width // 128) * 128)
+    entries = min(2048, max(1, -(-width // 128)) * 128)
     bytes_an_entry = (2 if exact_in_bfloat16 else 4) * (LATENT_DIM + ROPE_DIM) + 11 * num_heads
     rows = max(8, (1 << 28) // (entries * bytes_an_entry) // 8 * 8)
     if exact_in_bfloat16:

@@ -63,15 +63,17 @@ def check_rows(q, kv, rows, *, softmax_scale=SCALE, stale=1, **options):
 
 
 class TestIndexForms:
-    def test_csr_and_padded_give_the_same_bits(self, rng):
+    def test_csr_and_padded_agree(self, rng):
         q, kv = queries(rng, 4, 16), oracle.random_records(rng, 300)
         rows = [rng.integers(-9, 309, length) for length in (200, 1, 0, 129)]
         out, lse = check_rows(q, kv, rows)
         indptr = lengths_to_indptr([len(row) for row in rows])
         stream = np.concatenate(rows).astype(np.int32)
         csr = sparse_mla_fwd(q, kv, indptr, stream, SCALE, return_lse=True)
-        assert_same(csr[0], out)
-        assert_same(csr[1], lse)
+        oracle.check(*csr, oracle.attention(q, kv, rows, SCALE))
+        if jax.default_backend() == "cpu":
+            assert_same(csr[0], out)
+            assert_same(csr[1], lse)
 
     def test_padded_rows_without_lengths_count_whole(self, rng):
         q, kv = queries(rng, 3, 2), oracle.random_records(rng, 50)
