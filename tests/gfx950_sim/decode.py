@@ -113,6 +113,8 @@ class Instruction:
         parts = ", ".join(str(o) for o in self.operands.values())
         if self.name == "s_waitcnt":
             return "s_waitcnt " + str(Waitcnt.of(self.modifiers["simm16"]))
+        if self.encoding.startswith("VOPC") and "sdst" not in self.operands:
+            parts = f"vcc, {parts}"
         modifiers = " ".join(
             f"{k}:{v:#x}" if v > 9 else f"{k}:{v}" for k, v in self.modifiers.items()
         )
