@@ -49,11 +49,16 @@ def test_a_block_is_free_when_its_last_user_has_gone():
     assert allocator.available == 2
 
 
+def next_plan(scheduler):
+    choice = scheduler.choose()
+    return scheduler.plan(choice, choice.has_prompt)
+
+
 def run(scheduler, choose):
     """Drive a scheduler with a model that is a function of (request number, position)."""
     plans = []
     while scheduler.is_busy:
-        plan = scheduler.plan()
+        plan = next_plan(scheduler)
         plans.append(plan)
         sampled = [
             choose(int(r), int(plan.positions[row]) + 1)
@@ -126,7 +131,7 @@ def test_a_common_prefix_is_computed_once():
     ]
     for request in requests:
         scheduler.add(request)
-    plan = scheduler.plan()
+    plan = next_plan(scheduler)
     # All in one step: the second begins behind the two full blocks, as the first writes them.
     assert [rows for _, rows, _ in plan.spans] == [11, 4, 2]
     assert requests[1].blocks[:2] == requests[0].blocks[:2] == requests[2].blocks[:2]
@@ -139,7 +144,7 @@ def test_a_whole_prompt_is_never_shared():
     scheduler = Scheduler(Limits(num_blocks=9, block_size=4, max_length=16, prefill_rows=16))
     for i in range(2):
         scheduler.add(Request(i, list(range(8)), 1))
-    plan = scheduler.plan()
+    plan = next_plan(scheduler)
     assert [rows for _, rows, _ in plan.spans] == [8, 4]
 
 
@@ -148,7 +153,7 @@ def test_requests_wait_for_blocks_and_lines():
     scheduler = Scheduler(limits)
     for i in range(3):
         scheduler.add(Request(i, list(range(i * 10, i * 10 + 6)), 2))
-    plan = scheduler.plan()
+    plan = next_plan(scheduler)
     assert [request.number for request, _, _ in plan.spans] == [0, 1]
     run(scheduler, lambda request, position: position)
     assert not scheduler.waiting

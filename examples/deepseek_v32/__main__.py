@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from examples.deepseek_v32.config import Config
 from examples.deepseek_v32.generate import Engine, Statistics, check_limits, make_requests
+from examples.deepseek_v32.mesh import make_mesh, param_shardings
 from examples.deepseek_v32.options import Options
 from examples.deepseek_v32.params import checkpoint_tensors
 from examples.deepseek_v32.sampling import Sampling
@@ -96,6 +97,12 @@ def parser() -> argparse.ArgumentParser:
         choices=("auto", "kernel", "reference"),
         default="auto",
         help="of sparse attention; auto: the kernel on gfx950, else the reference (%(default)s)",
+    )
+    compute.add_argument(
+        "--mesh",
+        metavar="DATA,TENSOR",
+        help="spread over DATA groups of TENSOR devices: each group has requests and a cache of "
+        "its own, each device of a group a share of the heads and experts (default: one device)",
     )
     compute.add_argument(
         "--dtype",
@@ -180,15 +187,17 @@ def read_prompts(
     return prompts
 
 
-def make_limits(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Limits:
-    """Sizes of the cache and of steps that fit the prompts."""
+def make_limits(
+    arguments: argparse.Namespace, prompts: Sequence[Prompt], groups: int = 1
+) -> Limits:
+    """Sizes of each group's cache and steps that fit the prompts."""
     size = arguments.block_size
     lengths = sorted((len(p.ids) + arguments.max_new_tokens for p in prompts), reverse=True)
-    lines = max(1, min(arguments.max_batch, len(prompts)))
+    lines = max(1, -(-min(arguments.max_batch, len(prompts)) // groups))
     if arguments.cache_tokens is None:
         num_blocks = sum(-(-length // max(size, 1)) for length in lengths[:lines])
     else:
-        num_blocks = arguments.cache_tokens // max(size, 1)
+        num_blocks = -(-arguments.cache_tokens // max(size, 1))
     return Limits(
         num_blocks=num_blocks,
         block_size=size,
@@ -197,6 +206,21 @@ def make_limits(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> Lim
         prefill_rows=max(arguments.prefill_rows, lines * (1 + arguments.draft_tokens)),
         draft_tokens=arguments.draft_tokens,
     )
+
+
+def parse_mesh(written: str) -> tuple[int, int]:
+    """(data, tensor) of ``--mesh``.
+
+    Raises:
+      ValueError: it is not two numbers.
+    """
+    try:
+        data, tensor = map(int, written.split(","))
+        if min(data, tensor) < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"--mesh takes DATA,TENSOR, for instance 1,8; got {written!r}") from None
+    return data, tensor
 
 
 def run(arguments: argparse.Namespace) -> list[list[int]]:
@@ -211,7 +235,8 @@ def run(arguments: argparse.Namespace) -> list[list[int]]:
     path = Path(arguments.checkpoint) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
     prompts = read_prompts(arguments, config, tokenizer)
-    limits = make_limits(arguments, prompts)
+    data, tensor = parse_mesh(arguments.mesh or "1,1")
+    limits = make_limits(arguments, prompts, data)
     check_limits(config, limits)
     ids = [prompt.ids for prompt in prompts]
     make_requests(ids, arguments.max_new_tokens, config, limits)
@@ -222,23 +247,30 @@ def run(arguments: argparse.Namespace) -> list[list[int]]:
         implementation=implementation,
         index_format=arguments.index_format,
     )
+    mesh = None
+    if arguments.mesh is not None:
+        mesh = make_mesh(data, tensor, config)
     check_checkpoint(Checkpoint(arguments.checkpoint), checkpoint_tensors(config))
 
     device = jax.devices()[0]
     say(f"device {device.platform} {device.device_kind}, attention {arguments.implementation}")
+    shardings = None
+    if mesh is not None:
+        shardings = param_shardings(config, mesh, stacked=arguments.scan_layers)
     params = load_params(
         arguments.checkpoint,
         config,
         dtype=options.dtype,
         stacked=arguments.scan_layers,
+        shardings=shardings,
         progress=not arguments.quiet,
     )
-    engine = Engine(params, config, limits, options, sampling)
+    engine = Engine(params, config, limits, options, sampling, mesh)
     total = sum(map(len, ids)) + len(ids) * arguments.max_new_tokens
     with tqdm(total=total, desc="generating", unit="tok", disable=arguments.quiet) as bar:
 
-        def on_step(plan: Plan, _logits: np.ndarray) -> None:
-            bar.update(plan.num_rows)
+        def on_step(plans: list[Plan], _logits: np.ndarray) -> None:
+            bar.update(sum(plan.num_rows for plan in plans))
 
         generated = engine.generate(ids, arguments.max_new_tokens, on_step)
     for prompt, new in zip(prompts, generated, strict=True):

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from examples.deepseek_v32.attention import Rows
 from examples.deepseek_v32.cache import Cache, cache_shapes
 from examples.deepseek_v32.config import Config
+from examples.deepseek_v32.mesh import DATA, TENSOR, empty_cache, on_mesh, param_specs
 from examples.deepseek_v32.model import forward
 from examples.deepseek_v32.options import Options
-from examples.deepseek_v32.params import Params
+from examples.deepseek_v32.params import Layer, Params
 from examples.deepseek_v32.sampling import Sampling, sample
 from examples.deepseek_v32.scheduler import Limits, Plan, Request, Scheduler
 
@@ -37,7 +39,7 @@ class Statistics:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "options", "sampling"), donate_argnames="cache"
+    jax.jit, static_argnames=("config", "options", "sampling", "mesh"), donate_argnames="cache"
 )
 def step(
     params: Params,
@@ -49,8 +51,11 @@ def step(
     config: Config,
     options: Options,
     sampling: Sampling,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array, Cache]:
     """Compute one step and choose its tokens.
+
+    On a mesh everything but the parameters has a leading axis of data groups.
 
     Args:
       params: the model's.
@@ -58,14 +63,24 @@ def step(
       rows: the step's.
       output_rows: ``[m]`` int32, rows whose next token is wanted.
       output_requests: ``[m]`` int32, their requests' numbers, for the random numbers.
-      config, options, sampling: static.
+      config, options, sampling, mesh: static.
 
     Returns:
       Tokens ``[m]`` int32, logits ``[m, V]`` float32, and the cache.
     """
-    logits, cache = forward(params, cache, rows, output_rows, config, options)
-    tokens = sample(logits, output_requests, rows.positions[output_rows], sampling)
-    return tokens, logits, cache
+
+    def one_group(
+        params: Params, cache: Cache, rows: Rows, outputs: jax.Array, numbers: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        logits, cache = forward(params, cache, rows, outputs, config, options)
+        tokens = sample(logits, numbers, rows.positions[outputs], sampling)
+        return tokens, logits, cache
+
+    function = one_group
+    if mesh is not None:
+        specs = param_specs(config, stacked=isinstance(params.dense, Layer))
+        function = on_mesh(one_group, mesh, specs)
+    return function(params, cache, rows, output_rows, output_requests)
 
 
 def check_limits(config: Config, limits: Limits) -> None:
@@ -117,6 +132,7 @@ class Engine:
         limits: Limits,
         options: Options | None = None,
         sampling: Sampling | None = None,
+        mesh: Mesh | None = None,
     ):
         """Make an empty cache.
 
@@ -126,6 +142,8 @@ class Engine:
           limits: sizes of the cache and of steps.
           options: how to compute.
           sampling: how to choose tokens.
+          mesh: from `mesh.make_mesh`, with parameters loaded by its shardings; limits are then
+            those of one data group.
 
         Raises:
           ValueError: requests of this length are beyond the model's positions.
@@ -136,9 +154,17 @@ class Engine:
         self.limits = limits
         self.options = options or Options()
         self.sampling = sampling or Sampling()
-        self.scheduler = Scheduler(limits)
+        self.mesh = mesh
         shapes = cache_shapes(config, limits.num_blocks, limits.block_size, self.options)
-        self.cache: Cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        self.cache: Cache
+        groups = 1
+        if mesh is None:
+            self.cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        else:
+            groups = mesh.shape[DATA]
+            self.options = dataclasses.replace(self.options, tensor_axis=TENSOR)
+            self.cache = empty_cache(shapes, mesh)
+        self.schedulers = [Scheduler(limits) for _ in range(groups)]
         self.statistics = Statistics()
         self._requests = 0
         self._seen_sizes: set[int] = set()
@@ -147,14 +173,15 @@ class Engine:
         self,
         prompts: Iterable[list[int]],
         max_new_tokens: int,
-        on_step: Callable[[Plan, np.ndarray], None] | None = None,
+        on_step: Callable[[list[Plan], np.ndarray], None] | None = None,
     ) -> list[list[int]]:
         """Generate behind each prompt until an end token or the limit.
 
         Args:
           prompts: token ids, of any lengths.
           max_new_tokens: the limit.
-          on_step: called after each step with its plan and the logits of its output rows.
+          on_step: called after each step with each group's plan, and the logits of the output rows
+            ``[groups, m, V]``.
 
         Returns:
           Generated ids for each prompt, in order.
@@ -165,47 +192,64 @@ class Engine:
         """
         requests = make_requests(prompts, max_new_tokens, self.config, self.limits)
         for request in requests:
+            # Requests are dealt to the data groups in turn.
+            self.schedulers[request.number % len(self.schedulers)].add(request)
             request.number += self._requests
-            self.scheduler.add(request)
         self._requests += len(requests)
-        while self.scheduler.is_busy:
+        while any(scheduler.is_busy for scheduler in self.schedulers):
             self._step(on_step)
         return [request.generated for request in requests]
 
-    def _step(self, on_step: Callable[[Plan, np.ndarray], None] | None) -> None:
-        plan = self.scheduler.plan()
-        rows = Rows(plan.tokens, plan.requests, plan.positions, plan.block_table)
+    def _step(self, on_step: Callable[[list[Plan], np.ndarray], None] | None) -> None:
+        choices = [scheduler.choose() for scheduler in self.schedulers]
+        has_prompt = any(choice.has_prompt for choice in choices)
+        plans = [
+            s.plan(choice, has_prompt) for s, choice in zip(self.schedulers, choices, strict=True)
+        ]
+        arguments = [
+            (
+                Rows(plan.tokens, plan.requests, plan.positions, plan.block_table),
+                plan.output_rows,
+                plan.output_requests,
+            )
+            for plan in plans
+        ]
         start = time.perf_counter()
+        if self.mesh is None:
+            grouped = arguments[0]
+        else:
+            grouped = jax.tree.map(lambda *arrays: np.stack(arrays), *arguments)
         tokens, logits, self.cache = step(
             self.params,
             self.cache,
-            rows,
-            plan.output_rows,
-            plan.output_requests,
+            *grouped,
             config=self.config,
             options=self.options,
             sampling=self.sampling,
+            mesh=self.mesh,
         )
-        sampled = np.asarray(tokens)
-        self._count(plan, sampled, time.perf_counter() - start)
+        sampled = np.asarray(tokens).reshape(len(plans), -1)
+        self._count(plans, sampled, time.perf_counter() - start)
         if on_step is not None:
-            on_step(plan, np.asarray(logits))
+            on_step(plans, np.asarray(logits).reshape(*sampled.shape, -1))
 
-    def _count(self, plan: Plan, sampled: np.ndarray, seconds: float) -> None:
+    def _count(self, plans: list[Plan], sampled: np.ndarray, seconds: float) -> None:
         statistics = self.statistics
-        drafted = sum(len(request.drafts) for request, _, _ in plan.spans)
-        decoding = sum(output >= 0 for _, _, output in plan.spans)
-        generated = self.scheduler.finish(plan, sampled, self.config.eos_token_ids)
+        generated = 0
+        for scheduler, plan, tokens in zip(self.schedulers, plans, sampled, strict=True):
+            statistics.drafted += sum(len(request.drafts) for request, _, _ in plan.spans)
+            statistics.accepted -= sum(output >= 0 for _, _, output in plan.spans)
+            generated += scheduler.finish(plan, tokens, self.config.eos_token_ids)
         statistics.steps += 1
         statistics.generated += generated
-        statistics.drafted += drafted
-        statistics.accepted += generated - decoding
-        if len(plan.tokens) not in self._seen_sizes:
-            self._seen_sizes.add(len(plan.tokens))
+        statistics.accepted += generated
+        size = len(plans[0].tokens)
+        if size not in self._seen_sizes:
+            self._seen_sizes.add(size)
             statistics.first_seconds += seconds
-        elif not plan.has_prompt:
+        elif not plans[0].has_prompt:
             statistics.decode_seconds += seconds
             statistics.decoded += generated
         else:
             statistics.prefill_seconds += seconds
-            statistics.prompt_rows += plan.num_rows
+            statistics.prompt_rows += sum(plan.num_rows for plan in plans)

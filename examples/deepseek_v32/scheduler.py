@@ -94,6 +94,15 @@ class Plan:
     num_rows: int
     """Rows that are no padding."""
     has_prompt: bool
+    """Whether the step is of the size that has room for prompt tokens."""
+
+
+@dataclasses.dataclass
+class Choice:
+    """Which requests have how many rows in the next step."""
+
+    spans: list[tuple[Request, int]]
+    has_prompt: bool
     """Whether prompt tokens are among them."""
 
 
@@ -138,12 +147,8 @@ class Scheduler:
         """Whether any request is not done."""
         return bool(self.waiting or self.running)
 
-    def plan(self) -> Plan:
-        """Choose the next step's rows.
-
-        Raises:
-          RuntimeError: there is nothing to do.
-        """
+    def choose(self) -> Choice:
+        """Choose the next step's rows; none if no request is waiting or running."""
         decoding = [r for r in self.running if r.computed == len(r.tokens) - 1]
         prefilling = [r for r in self.running if r.computed < len(r.tokens) - 1]
         spans: list[tuple[Request, int]] = []
@@ -164,9 +169,7 @@ class Scheduler:
             spans.append((request, rows))
             room -= rows
             has_prompt = True
-        if not spans:
-            raise RuntimeError("nothing to plan: no request is waiting or running")
-        return self._arrays(spans, has_prompt)
+        return Choice(spans, has_prompt)
 
     def _admit(self) -> Request | None:
         if not self.waiting or not self._lines:
@@ -193,7 +196,14 @@ class Scheduler:
         left = request.max_new_tokens - len(request.generated)
         return prompt_lookup(request.tokens, min(self.limits.draft_tokens, left - 1))
 
-    def _arrays(self, spans: list[tuple[Request, int]], has_prompt: bool) -> Plan:
+    def plan(self, choice: Choice, has_prompt: bool) -> Plan:
+        """Write chosen rows out as arrays.
+
+        Args:
+          choice: from `choose`.
+          has_prompt: whether the step is of the size that has room for prompt tokens, which on a
+            mesh another group's rows may decide.
+        """
         limits = self.limits
         n = limits.prefill_rows if has_prompt else limits.decode_rows
         tokens, requests = np.zeros(n, np.int32), np.zeros(n, np.int32)
@@ -202,7 +212,7 @@ class Scheduler:
         output_requests = np.zeros(limits.decode_rows, np.int32)
         row = output = 0
         placed = []
-        for request, rows in spans:
+        for request, rows in choice.spans:
             sequence = request.tokens + request.drafts
             first = request.computed
             tokens[row : row + rows] = sequence[first : first + rows]
