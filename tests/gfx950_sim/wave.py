@@ -76,7 +76,6 @@ class Wave:
         self.scc = 0
         self.pc = 0
         self.current = 0
-        self.done = False
         self.epoch = 0
         self.barriers: list[int] = []
         self.trace: list[int] = []
@@ -320,7 +319,3 @@ class Wave:
         if not tight and (operation.mask or operation.lds_id):
             self.watch[operation.counter].append(operation)
             self.watched |= operation.mask
-
-    def finish(self) -> None:
-        """s_endpgm: outstanding stores still arrive; outstanding loads have no consumer."""
-        self.done = True
