@@ -118,12 +118,15 @@ def torch_runs(shape: Shape, arrays: tuple[np.ndarray, ...]) -> dict[str, Callab
     device = "cuda" if cuda else "cpu"
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     q, kv, indices, lengths = arrays
-    bits, *rest = (torch.from_numpy(x).to(device) for x in (q.view(np.int16), kv, indices, lengths))
+    arrays = (q.view(np.int16), kv, indices, lengths)
+    bits, records, slots, counts = (torch.from_numpy(x).to(device) for x in arrays)
     queries = bits.view(torch.bfloat16)
 
     def run(dtype: torch.dtype, predequantise: bool) -> Callable[[], Any]:
         def call() -> Any:
-            result = sparse_mla(queries, *rest, SOFTMAX_SCALE, dtype, predequantise)
+            result = sparse_mla(
+                queries, records, slots, counts, SOFTMAX_SCALE, dtype, predequantise
+            )
             if cuda:
                 torch.cuda.synchronize()
             return result
