@@ -103,12 +103,15 @@ def compact_rows(
       ValueError: kv_indices is not [n, w] or row_lengths not [n].
     """
     kv_indices, valid = _rows_and_validity(kv_indices, row_lengths)
-    num_rows, width = kv_indices.shape
+    width = kv_indices.shape[1]
     place = jnp.where(valid, jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1, width)
-    row = lax.broadcasted_iota(jnp.int32, (num_rows, width), 0)
-    compacted = jnp.full((num_rows, width), -1, jnp.int32)
-    compacted = compacted.at[row, place].set(kv_indices, mode="drop")
-    return compacted, jnp.sum(valid, axis=1, dtype=jnp.int32)
+
+    # Mapped, so that the scatter is seen to stay within its row where rows are sharded.
+    @jax.vmap
+    def move(entries: jax.Array, place: jax.Array) -> jax.Array:
+        return jnp.full_like(entries, -1).at[place].set(entries, mode="drop")
+
+    return move(kv_indices, place), jnp.sum(valid, axis=1, dtype=jnp.int32)
 
 
 def compact_csr(kv_indptr: ArrayLike, kv_indices: ArrayLike) -> tuple[jax.Array, jax.Array]:

@@ -153,6 +153,8 @@ def test_unpack_equals_the_oracle(dtype, scale_format):
     )
     with np.errstate(over="ignore"):
         want = oracle.unpack_records(records, scale_format).astype(np.float32)
+    # Whether a device keeps numbers below float32's normal ones is its own affair.
+    latent = np.where(np.abs(latent) < 2.0**-126, 0, latent)
     want[np.abs(want) < 2.0**-126] = 0
     np.testing.assert_array_equal(latent, want[:, :512])
     np.testing.assert_array_equal(np.asarray(rope).astype(np.float32), want[:, 512:])

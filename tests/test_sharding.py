@@ -206,6 +206,65 @@ def test_nested_and_partial_vmap_on_a_mesh():
         oracle.check(got[0][i, 0], got[1][i, 0], expected)
 
 
+@on_devices(8)
+def test_the_collectives_would_be_seen():
+    mesh = mesh_of(data=8)
+    x = place(mesh, np.arange(16), "data")
+    got, collectives = compiled_collectives(lambda x: x[::-1] + x.sum(), x)
+    np.testing.assert_array_equal(got, np.arange(16)[::-1] + 120)
+    assert collectives
+    assert biggest(collectives) >= 2
+
+
+@on_devices(8)
+def test_the_pieces_around_the_op_stay_local_too():
+    """Writes into caches sharded over ranks or rows, in place, and what is done row by row."""
+    mesh = mesh_of(x=8)
+
+    def argument(dtype, *shape, spec=()):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def compiled(function, *arguments, donate=()):
+        return jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+
+    records = 80_000
+    ranks = [
+        argument(jnp.uint8, 8, records // 8, 656, spec=("x",)),
+        argument(jnp.int32, 8, 4, spec=("x",)),
+        argument(jnp.float32, 8, 4, 512, spec=("x",)),
+        argument(jnp.float32, 8, 4, 64, spec=("x",)),
+    ]
+    tokens = [
+        argument(jnp.int32, 32),
+        argument(jnp.float32, 32, 512),
+        argument(jnp.float32, 32, 64),
+    ]
+    blocks = argument(jnp.uint8, records // 16, 16, 656, spec=("x",))
+    for program in (
+        compiled(jax.vmap(jsm.write_records), *ranks, donate=0),
+        compiled(jsm.write_records, blocks, *tokens, donate=0),
+    ):
+        assert not COLLECTIVES.search(program.as_text())
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes == records // 8 * 656
+        assert memory.temp_size_in_bytes < 100_000
+    rows = argument(jnp.int32, 64, 2048, spec=("x",))
+    of_row = argument(jnp.int32, 64, spec=("x",))
+    table = argument(jnp.int32, 64, 100)
+    for program in (
+        compiled(jsm.compact_rows, rows, of_row),
+        compiled(functools.partial(jsm.split_rows, num_splits=4), of_row, of_row),
+        compiled(functools.partial(jsm.block_table_to_slots, block_size=16), table, rows, of_row),
+        compiled(
+            jsm.merge_attention,
+            argument(jnp.float32, 4, 64, 16, 512, spec=(None, "x")),
+            argument(jnp.float32, 4, 64, 16, spec=(None, "x")),
+        ),
+    ):
+        assert not COLLECTIVES.search(program.as_text())
+
+
 # -- the recipes
 
 
