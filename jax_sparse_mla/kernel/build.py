@@ -10,16 +10,22 @@ from jax_sparse_mla.kernel import contract, lds
 from jax_sparse_mla.kernel import instructions as isa
 from jax_sparse_mla.kernel.finish import Destination, finish
 from jax_sparse_mla.kernel.instructions import Value
-from jax_sparse_mla.kernel.query import ChunkOrder, quantise_q
+from jax_sparse_mla.kernel.query import (
+    ChunkOrder,
+    QueryPlace,
+    load_q,
+    positive_factor,
+    quantise_q,
+)
 from jax_sparse_mla.kernel.scores import scores_of
 from jax_sparse_mla.kernel.softmax import Total, nothing_yet, softmax, weights_of
 from jax_sparse_mla.kernel.specialisation import Specialisation
-from jax_sparse_mla.kernel.tile import MOVES, SUBTILES, Indices, Side, tiles_of, usable_factor
+from jax_sparse_mla.kernel.tile import MOVES, SUBTILES, Indices, Side, stream_of, tiles_of
 from jax_sparse_mla.kernel.values import Output, no_output, values_of
 from jax_sparse_mla.kernel.workgroup import (
-    Lane,
     Work,
     address,
+    find_last_entry,
     load_row,
     same_lane,
     this_lane,
@@ -171,68 +177,70 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
         fx.Int32(fx.ptrtoint(fx.SharedAllocator().allocate(_SharedMemory).peek().bytes.ptr))
     )
     order = ChunkOrder(specialisation.scale_format, lane)
-    row = load_row(work, a.indices, a.row_begin, a.row_end, a.num_indices, a.kv_rows, lane)
-    factor = usable_factor(a.scale_log2e)
-    query = quantise_q(*_query_addresses(a, work, lane), order)
-    tiles = tiles_of(row, address(a.kv), a.kv_rows, factor, lane, lds_base)
-    scores = scores_of(order, lds_base)
-    weights = weights_of(scores, lds_base)
-    values = values_of(lane, lds_base)
-    num_tiles = (row.count + (lds.TILE - 1)) >> 7
-
-    early, late = range(MOVES // 2), range(MOVES // 2, MOVES)
+    # Everything from memory is asked for before anything is waited for.
+    raw_query = load_q(_query_place(a, work), lane)
+    row = load_row(work, a.indices, a.row_begin, a.row_end, a.num_indices)
+    stream = stream_of(row, lane)
+    first_indices, next_indices = (stream.load(fx.Int32(tile)) for tile in (0, 1))
+    last = find_last_entry(row, a.kv_rows, lane)
+    tiles = tiles_of(stream, last, address(a.kv), a.kv_rows, lane, lds_base)
+    num_tiles = (last.count + (lds.TILE - 1)) >> 7
 
     def load_side(scored: list[Value]) -> list[Value]:
         return tiles.load_scales(scored) + tiles.load_rope(scored)
+
+    def first_records() -> list[Value]:
+        slots = tiles.moved_slots(first_indices, fx.Int32(0))
+        scored, unmasked = tiles.scored_slots(first_indices, fx.Int32(0))
+        return tiles.load_latent(slots, range(MOVES)) + load_side(scored) + unmasked
+
+    first = isa.when(num_tiles > 0, first_records, None)
+    query = quantise_q(raw_query, a.scale_log2e, order, lds_base)
+    factor = positive_factor(a.scale_log2e)
+    scores = scores_of(order, lds_base)
+    weights = weights_of(scores, lds_base)
+    values = values_of(lane, lds_base)
+    early, late = range(MOVES // 2), range(MOVES // 2, MOVES)
 
     def one_tile(tile: Value, state: list[Value]) -> list[Value]:
         latent, side, ahead, total, output = _unpack(state)
         tiles.stage(latent)
         more = tile + 1 < num_tiles
         slots = tiles.moved_slots(ahead, tile + 1)
-        scored, valid = tiles.scored_slots(ahead, tile + 1)
+        scored, unmasked = tiles.scored_slots(ahead, tile + 1)
         next_latent = isa.when(more, lambda: tiles.load_latent(slots, early), None)
         products = scores.products(query, side, tiles)
         shares, top, total = softmax(products, factor, total)
         own_weights = weights.publish(shares, top, side)
         next_late = isa.when(more, lambda: tiles.load_latent(slots, late), None)
-        ahead = tiles.load_indices(tile + 2)
+        ahead = stream.load(tile + 2)
         isa.barrier()
         output = values.add_tile(output, own_weights)
         next_side = isa.when(more, lambda: load_side(scored), None)
         isa.barrier()
-        next_records = next_latent + next_late + next_side + valid
+        next_records = next_latent + next_late + next_side + unmasked
         return _pack(next_records, ahead, total, output)
 
-    def first_records() -> list[Value]:
-        indices = tiles.load_indices(fx.Int32(0))
-        slots = tiles.moved_slots(indices, fx.Int32(0))
-        scored, valid = tiles.scored_slots(indices, fx.Int32(0))
-        return tiles.load_latent(slots, range(MOVES)) + load_side(scored) + valid
-
-    first = isa.when(num_tiles > 0, first_records, None)
-    initial = _pack(first, tiles.load_indices(fx.Int32(1)), nothing_yet(), no_output())
+    initial = _pack(first, next_indices, nothing_yet(), no_output())
     *_, total, output = _unpack(isa.loop(num_tiles, initial, one_tile))
     destination = Destination(a.out, a.lse, a.num_heads, specialisation.partial)
     finish(output, total, num_tiles == 0, work, destination, same_lane(lane.wave), lds_base)
     return []
 
 
-def _query_addresses(a: _Arguments, work: Work, lane: Lane) -> tuple[Value, Value]:
-    """Where head t's latent and this lane's part of its rope lie; heads past the last read it."""
-    head = work.first_head + lane.t
-    head = fx.Uint64(fx.Uint32((head < a.num_heads).select(head, a.num_heads - 1)))
-    query = fx.Uint64(fx.Uint32(work.query))
-
-    def head_address(pointer: Value, row_stride: Value, head_stride: Value) -> Value:
-        elements = query * fx.Uint64(fx.Uint32(row_stride)) + head * fx.Uint64(
-            fx.Uint32(head_stride)
-        )
+def _query_place(a: _Arguments, work: Work) -> QueryPlace:
+    def row(pointer: Value, stride: Value) -> Value:
+        elements = fx.Uint64(fx.Uint32(work.query)) * fx.Uint64(fx.Uint32(stride))
         return address(pointer) + elements * 2
 
-    latent = head_address(a.q_latent, a.q_latent_row_stride, a.q_latent_head_stride)
-    rope = head_address(a.q_rope, a.q_rope_row_stride, a.q_rope_head_stride)
-    return latent, rope + fx.Uint64(fx.Uint32(lane.g * 16))
+    return QueryPlace(
+        latent=row(a.q_latent, a.q_latent_row_stride),
+        latent_stride=a.q_latent_head_stride,
+        rope=row(a.q_rope, a.q_rope_row_stride),
+        rope_stride=a.q_rope_head_stride,
+        first_head=work.first_head,
+        num_heads=a.num_heads,
+    )
 
 
 _LATENT_LOADS = 2 * MOVES

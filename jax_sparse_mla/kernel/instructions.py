@@ -186,6 +186,12 @@ def lds_store(address: Value, value: Value, words: int, offset: int = 0) -> None
     llvm.store(raw(value), _pointer(address, 3, offset), alignment=4 * words)
 
 
+def lds_store_byte(address: Value, value: Value) -> None:
+    """Store the lowest byte of an int32 to LDS."""
+    byte = llvm.trunc(ir.IntegerType.get_signless(8), raw(value), llvm.IntegerOverflowFlags.none)
+    llvm.store(byte, _pointer(address, 3, 0), alignment=1)
+
+
 def lds_read_transposed(address: Value, offset: int = 0) -> Value:
     """``ds_read_b64_tr_b8``: two dwords, bytes exchanged inside each 16 lanes.
 
@@ -210,12 +216,13 @@ class BoundedWords:
             ir.Type.parse("!llvm.ptr<8>"), pointer, stride, raw(num_bytes), flags
         )
 
-    def load(self, offset: Value, uniform_offset: Value) -> Value:
-        """The word at byte ``offset`` + ``uniform_offset``; both at least 0."""
+    def load(self, offset: Value, uniform_offset: Value, words: int = 1) -> Value:
+        """1 or 4 words at byte ``offset`` + ``uniform_offset``; both at least 0."""
+        kind = _i32() if words == 1 else _vector(words, _i32())
         value = fx.rocdl.raw_ptr_buffer_load(
-            _i32(), self._resource, raw(offset), raw(uniform_offset), aux=0
+            kind, self._resource, raw(offset), raw(uniform_offset), aux=0
         )
-        return fx.Int32(value)
+        return fx.Int32(value) if words == 1 else Vector(value, (words,), fx.Int32)
 
 
 # Lanes --------------------------------------------------------------------------------------------
@@ -273,6 +280,17 @@ def times_broadcast(value: Value, lane: int, factor: Value) -> Value:
         source.type, llvm.mlir_poison(source.type), source, 0x55 * lane, 15, 15, True
     )
     return fx.Float32(everywhere) * factor
+
+
+def row_maximum(value: Value) -> Value:
+    """The largest of a group of 16 lanes' int32, unsigned, in all of them; by DPP."""
+    quad_1032, quad_2301, row_half_mirror, row_mirror = 0xB1, 0x4E, 0x141, 0x140
+    result = raw(value)
+    for control in (quad_1032, quad_2301, row_half_mirror, row_mirror):
+        poison_value = llvm.mlir_poison(result.type)
+        other = rocdl.update_dpp(result.type, poison_value, result, control, 15, 15, True)
+        result = arith.maxui(other, result)
+    return fx.Int32(result)
 
 
 def _swap(kind: Callable[..., ir.Value], first: Value, second: Value) -> tuple[Value, Value]:
@@ -354,13 +372,20 @@ def maximum(*values: Value) -> Value:
     return result
 
 
-def packed_max_u16(*words: Value) -> Value:
-    """``v_pk_max_u16``: the larger of each half, of dwords."""
-    kind = _pair_of_int16()
-    result = llvm.bitcast(kind, raw(words[0]))
-    for word in words[1:]:
-        result = arith.maxui(result, llvm.bitcast(kind, raw(word)))
-    return fx.Int32(llvm.bitcast(_i32(), result))
+def shift_right(value: Value, bits: Value | int) -> Value:
+    """Logical shift of an int32."""
+    return fx.Int32(fx.Uint32(value) >> fx.Uint32(bits))
+
+
+def minimum_unsigned(first: Value, second: Value) -> Value:
+    """``v_min_u32`` of int32 bits."""
+    return fx.Int32(arith.minui(raw(first), raw(second)))
+
+
+def rotate_right(value: Value, bits: Value | int) -> Value:
+    """``v_alignbit_b32`` of a number with itself."""
+    operands = [raw(value), raw(value), raw(fx.Int32(bits))]
+    return fx.Int32(llvm.call_intrinsic(_i32(), "llvm.fshr.i32", operands, [], []))
 
 
 def fma(a: Value, b: Value, c: Value) -> Value:
@@ -381,16 +406,6 @@ def to_fp8(first: Value, second: Value, scale: Value) -> Value:
         word = rocdl.cvt_scalef32_pk_fp8_f32(
             kind, word, raw(pair[0]), raw(pair[1]), raw(scale), half
         )
-    return fx.Int32(llvm.bitcast(_i32(), word))
-
-
-def bf16_to_fp8(first: Value, second: Value, scale: Value) -> Value:
-    """``v_cvt_scalef32_pk_fp8_bf16``: the same of two dwords of two bfloat16."""
-    kind, bf16 = _pair_of_int16(), _vector(2, ir.BF16Type.get())
-    word = llvm.mlir_poison(kind)
-    for half, pair in ((False, first), (True, second)):
-        values = llvm.bitcast(bf16, raw(pair))
-        word = rocdl.cvt_scalef32_pk_fp8_bf16(kind, word, values, raw(scale), half)
     return fx.Int32(llvm.bitcast(_i32(), word))
 
 

@@ -55,6 +55,11 @@ REGIONS = _lay_out(
     ("exponents", WAVES * EXPONENTS_STRIDE),
 )
 LATENT, WEIGHTS, EXPONENTS = REGIONS
+# Before the first tile its place holds the query: e4m3 hi and lo in [head] rows like the latents',
+# then [head][block] E8M0 bytes.
+QUERY_HI = Region("query hi", LATENT.start, HEADS_PER_GROUP * LATENT_DIM)
+QUERY_LO = Region("query lo", QUERY_HI.start + QUERY_HI.size, QUERY_HI.size)
+QUERY_SCALES = Region("query scales", QUERY_LO.start + QUERY_LO.size, HEADS_PER_GROUP * 4)
 TOTAL = REGIONS[-1].start + REGIONS[-1].size
 
 

@@ -6,12 +6,15 @@ import flydsl.expr as fx
 from flydsl.expr.typing import Vector
 
 from jax_sparse_mla.kernel import instructions as isa
+from jax_sparse_mla.kernel import lds
+from jax_sparse_mla.kernel.contract import LATENT_DIM
 from jax_sparse_mla.kernel.instructions import Value
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.kernel.workgroup import Lane
 
 E8M0_NAN = 255
 _FOUR_NANS = -1
+_SIGN = -(2**31)
 BLOCKS = 4
 """128-column scale blocks of a latent."""
 
@@ -58,41 +61,115 @@ class Query(NamedTuple):
     """Two operands of 4 dwords, bfloat16."""
 
 
-def quantise_q(latent_row: Value, rope_row: Value, order: ChunkOrder) -> Query:
-    """Load head t's query at the given addresses and split its latent into hi + lo.
+class RawQuery(NamedTuple):
+    """The query as loaded."""
 
-    Where the rope part is not finite the scales are NaN, for in a product it might vanish.
+    latent: list[Value]
+    """Of heads 4w .. 4w + 3 for wave w: lane l has columns 8l .. 8l + 7, four dwords."""
+    rope: list[Value]
+
+
+class QueryPlace(NamedTuple):
+    """Where the workgroup's query lies: 64-bit addresses, strides between heads in elements."""
+
+    latent: Value
+    latent_stride: Value
+    rope: Value
+    rope_stride: Value
+    first_head: Value
+    num_heads: Value
+
+    def head(self, number: Value) -> Value:
+        """A head of the group; numbers past the last head read the last."""
+        head = self.first_head + number
+        return fx.Uint64(fx.Uint32((head < self.num_heads).select(head, self.num_heads - 1)))
+
+
+_SMALLEST_FACTOR = 2.0**-100
+"""Stands for a softmax scale of 0: scores stay equal, yet a mask still tells."""
+_HEADS_A_WAVE = lds.HEADS_PER_GROUP // lds.WAVES
+
+
+def positive_factor(scale_log2e: Value) -> Value:
+    """From products to scores in bits, wave-uniform; a negative sign goes into the query."""
+    return isa.first_lane(isa.maximum(abs(scale_log2e), fx.Float32(_SMALLEST_FACTOR)))
+
+
+def load_q(place: QueryPlace, lane: Lane) -> RawQuery:
+    """Start loading the query: a quarter of the latents, all of the rope part."""
+    number = fx.Uint64(fx.Uint32(lane.g * 16 + lane.t))
+    stride = fx.Uint64(fx.Uint32(place.latent_stride)) * 2
+    heads = [place.head(lane.wave * _HEADS_A_WAVE + i) for i in range(_HEADS_A_WAVE)]
+    latent = [isa.global_load(place.latent + head * stride + number * 16, 4) for head in heads]
+    rope = place.rope + place.head(lane.t) * fx.Uint64(fx.Uint32(place.rope_stride)) * 2
+    rope = rope + fx.Uint64(fx.Uint32(lane.g * 16))
+    return RawQuery(latent, [isa.global_load(rope, 4, 64 * i) for i in range(2)])
+
+
+def quantise_q(raw: RawQuery, scale_log2e: Value, order: ChunkOrder, lds_base: Value) -> Query:
+    """Split the latent into hi + lo, each wave four heads, and take it from LDS as operands.
+
+    bfloat16 is 8 bits, which the two e4m3 hold without loss. Where the rope part is not finite the
+    scales are NaN, for in a product it might vanish.
     """
-    rope = [isa.global_load(rope_row, 4, 64 * i) for i in range(2)]
-    words = [[_load_chunk(latent_row, order, j, half) for half in (0, 1)] for j in range(BLOCKS)]
+    lane = order.lane
+    sign = isa.first_lane(scale_log2e.bitcast(fx.Int32)) & _SIGN
+    number = lane.g * 16 + lane.t
+    first_head = lane.wave * _HEADS_A_WAVE
+    # Head h's chunk C, 16 codes, lies at C ^ h, as an entry's do at C ^ swizzle.
+    chunk = (number >> 1) ^ first_head
+    place = first_head * LATENT_DIM + chunk * lds.CHUNK + (number & 1) * 8
+    codes_address = lds_base + (lds.QUERY_HI.start + place)
+    scales_address = lds_base + (lds.QUERY_SCALES.start + first_head * 4 + lane.g)
+    scales = []
+    for i, words in enumerate(raw.latent):
+        pairs = [_floats(words[j], sign) for j in range(4)]
+        largest = isa.maximum(*[abs(pair[j]) for pair in pairs for j in (0, 1)])
+        # The 16 lanes of a group have the 128 columns of a block.
+        largest = isa.row_maximum(largest.bitcast(fx.Int32)).bitcast(fx.Float32)
+        scales.append(e8m0_scale(largest))
+        unit = unit_of(scales[-1])
+        hi = [isa.to_fp8(*pairs[j : j + 2], unit) for j in (0, 2)]
+        lo = [residual_fp8(pairs[j : j + 2], hi[j // 2], unit) for j in (0, 2)]
+        address = codes_address ^ lds.CHUNK * i
+        for codes, region in ((hi, lds.QUERY_HI), (lo, lds.QUERY_LO)):
+            offset = LATENT_DIM * i + region.start - lds.QUERY_HI.start
+            isa.lds_store(address, Vector.from_elements(codes, fx.Int32), 2, offset)
+
+    def store_scales() -> list[Value]:
+        for i, scale in enumerate(scales):
+            isa.lds_store_byte(scales_address + 4 * i, scale)
+        return []
+
+    isa.when(lane.t == 0, store_scales, [])
+    isa.barrier()
+    address = lds_base + (
+        lds.QUERY_HI.start + lane.t * LATENT_DIM + (order.lane_part() ^ lane.t) * lds.CHUNK
+    )
+    operands = []
+    for region in (lds.QUERY_HI, lds.QUERY_LO):
+        offset = region.start - lds.QUERY_HI.start
+        operands.append([_operand(address, order, j, offset) for j in range(BLOCKS)])
+    scale = isa.lds_load(lds_base + (lds.QUERY_SCALES.start + lane.t * 4), 1)
     if order.scale_format == "pow2":
-        own = [_largest([w for product in words for w in product[half]]) for half in (0, 1)]
-        pairs = [isa.maximum(*isa.swap_rows_16(x, x)) for x in own]
-        # Lanes hold blocks (0 0 1 1) and (2 2 3 3) by group; the scale operand wants (0 1 2 3).
-        even, odd = isa.swap_rows_32(*pairs)
-        mine = ((order.lane.g & 1) == 0).select(even, odd)
-        scale = e8m0_scale(mine)
-        units = [[unit_of(e8m0_scale(x)) for x in pairs]] * BLOCKS
+        scale = isa.shift_right(scale, lane.g * 8)
     else:
-        largest = [maximum_of_groups(_largest(first + second)) for first, second in words]
-        scales = [e8m0_scale(x) for x in largest]
-        units = [[unit_of(part)] * 2 for part in scales]
-        scale = scales[0] | scales[1] << 8 | scales[2] << 16 | scales[3] << 24
-    hi, lo = [], []
-    for product, product_units in zip(words, units, strict=True):
-        parts: tuple[list[Value], list[Value]] = ([], [])
-        for half, unit in zip(product, product_units, strict=True):
-            for i in range(0, 8, 2):
-                parts[0].append(isa.bf16_to_fp8(half[i], half[i + 1], unit))
-                floats = [_floats(word) for word in half[i : i + 2]]
-                parts[1].append(residual_fp8(floats, parts[0][-1], unit))
-        hi.append(Vector.from_elements(parts[0], fx.Int32))
-        lo.append(Vector.from_elements(parts[1], fx.Int32))
+        scale = isa.rotate_right(scale, order.block(0) * 8)
+    # The first tile takes the query's place.
+    isa.barrier()
     zero = Vector.filled(2, 0.0, fx.Float32)
-    for pair in [_floats(operand[i]) for operand in rope for i in range(4)]:
+    for pair in [_floats(words[i], sign) for words in raw.rope for i in range(4)]:
         zero = isa.fma(pair, Vector.filled(2, 0.0, fx.Float32), zero)
     finite = sum_of_groups(zero[0] + zero[1]) == 0.0
-    return Query(hi, lo, finite.select(scale, fx.Int32(_FOUR_NANS)), rope)
+    both = sign | isa.shift_right(sign, 16)
+    rope = [Vector.from_elements([w[i] ^ both for i in range(4)], fx.Int32) for w in raw.rope]
+    return Query(*operands, finite.select(scale, fx.Int32(_FOUR_NANS)), rope)
+
+
+def _operand(address: Value, order: ChunkOrder, j: int, offset: int) -> Value:
+    parts = [order.product_part(j, half) for half in (0, 1)]
+    words = [isa.lds_load(address ^ part * lds.CHUNK, 4, offset) for part in parts]
+    return Vector.from_elements([w[i] for w in words for i in range(4)], fx.Int32)
 
 
 def residual_fp8(pairs: list[Value], hi: Value, unit: Value) -> Value:
@@ -126,25 +203,7 @@ def sum_of_groups(value: Value) -> Value:
     return first + second
 
 
-def _largest(words: list[Value]) -> Value:
-    """The largest magnitude of pairs of bfloat16, whose bits compare like integers."""
-    result = isa.packed_max_u16(*[word & 0x7FFF7FFF for word in words])
-    low, high = result << 16, result & -0x10000
-    return (fx.Uint32(low) > fx.Uint32(high)).select(low, high).bitcast(fx.Float32)
-
-
-def _load_chunk(row: Value, order: ChunkOrder, j: int, half: int) -> list[Value]:
-    """Eight dwords of two bfloat16."""
-    lane_part, product_part = order.lane_part(), order.product_part(j, half)
-    if isinstance(product_part, int):
-        address, offset = row + fx.Uint64(fx.Uint32(lane_part * 32)), product_part * 32
-    else:
-        address, offset = row + fx.Uint64(fx.Uint32((lane_part ^ product_part) * 32)), 0
-    words = [isa.global_load(address, 4, offset + 16 * i) for i in (0, 1)]
-    return [pair[i] for pair in words for i in range(4)]
-
-
-def _floats(word: Value) -> Value:
-    """The pair of bfloat16 of a dword as floats."""
-    pair = [(word << 16).bitcast(fx.Float32), (word & -0x10000).bitcast(fx.Float32)]
-    return Vector.from_elements(pair, fx.Float32)
+def _floats(word: Value, sign: Value) -> Value:
+    """The pair of bfloat16 of a dword as floats, their signs changed if ``sign`` has the bit."""
+    pair = [(word << 16) + sign, (word & -0x10000) ^ sign]
+    return Vector.from_elements([x.bitcast(fx.Float32) for x in pair], fx.Float32)

@@ -19,8 +19,6 @@ from jax_sparse_mla.kernel.tile import SUBTILES, Side, Tiles
 
 _UNIT = 127
 """E8M0 of 1."""
-_SIGN_AND_MANTISSA = -0x7F800001
-"""0x807FFFFF: all 0 in 0, in a power of two from 2^-126 on, and in infinity."""
 
 
 class Scores(NamedTuple):
@@ -30,8 +28,8 @@ class Scores(NamedTuple):
     read_address: Value
     one: Value
     """1.0: every row of an f32 product's B."""
-    pick_block: Value
-    """B of an f32 product that copies K = block(t % 4) to column t."""
+    own_block: Value
+    """Lanes (t, g) with g = block(t % 4), wave-uniform."""
 
     def products(self, query: Query, side: Side, tiles: Tiles) -> list[Value]:
         """Products of the staged entries with the query, a masked entry's far below all others.
@@ -68,7 +66,8 @@ class Scores(NamedTuple):
         A product with unit vectors, exact in float32, spares the way through LDS.
         """
         scale = side.scales[subtile].bitcast(fx.Float32)
-        return isa.mfma_f32(scale, self.pick_block, Vector.filled(4, 0.0, fx.Float32))
+        pick = isa.lane_condition(self.own_block).select(fx.Float32(1.0), fx.Float32(0.0))
+        return isa.mfma_f32(scale, pick, Vector.filled(4, 0.0, fx.Float32))
 
     def _add_rope(self, query: Query, side: Side, subtile: int, sums: Value) -> Value:
         for record, head in zip(side.rope[2 * subtile :], query.rope, strict=False):
@@ -108,18 +107,15 @@ def scores_of(order: ChunkOrder, lds_base: Value) -> Scores:
     # Lanes hold entry t of a subtile, whose swizzle is t but for the subtile's own part.
     chunk = order.lane_part() ^ lane.t
     address = lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK)
-    zero, one = fx.Float32(0.0), fx.Float32(1.0)
-    return Scores(
-        order=order,
-        read_address=address,
-        one=one,
-        pick_block=(lane.g == order.block(lane.t)).select(one, zero),
-    )
+    own_block = isa.ballot(lane.g == order.block(lane.t))
+    return Scores(order, address, fx.Float32(1.0), own_block)
 
 
 def _e8m0(bits: Value) -> Value:
-    """A record's scale as E8M0: 0 becomes 2^-127, what is no power of two NaN."""
+    """A record's scale as E8M0: 0 becomes 2^-127, what is no power of two NaN.
+
+    Rotated, the exponent comes last, and any bit of mantissa or sign makes the number exceed 255.
+    """
     # Adding 0 makes a positive 0 of a negative one.
     bits = (bits.bitcast(fx.Float32) + 0.0).bitcast(fx.Int32)
-    odd = (bits & _SIGN_AND_MANTISSA) != 0
-    return odd.select(fx.Int32(E8M0_NAN), fx.Int32(fx.Uint32(bits) >> 23))
+    return isa.minimum_unsigned(isa.rotate_right(bits, 23), fx.Int32(E8M0_NAN))

@@ -45,10 +45,10 @@ def softmax(products: list[Value], factor: Value, total: Total) -> tuple[list[Va
 
     Weights come in pairs of registers, as the packed instructions want them.
     """
-    scores = [_pair(x[i], x[i + 1]) * _pair(factor, factor) for x in products for i in (0, 2)]
-    largest = maximum_of_groups(isa.maximum(*[x[r] for x in scores for r in (0, 1)]))
-    top = isa.clamp(isa.ceiling(largest), -TOP_LIMIT, TOP_LIMIT)
-    exponents = [x - _pair(top, top) for x in scores]
+    largest = maximum_of_groups(isa.maximum(*[x[r] for x in products for r in range(4)]))
+    top = isa.clamp(isa.ceiling(largest * factor), -TOP_LIMIT, TOP_LIMIT)
+    pairs = [_pair(x[i], x[i + 1]) for x in products for i in (0, 2)]
+    exponents = [isa.fma(x, _pair(factor, factor), _pair(-top, -top)) for x in pairs]
     weights = [_pair(isa.exp2(x[0]), isa.exp2(x[1])) for x in exponents]
     pairs = (weights[0] + weights[1]) + (weights[2] + weights[3])
     added = pairs[0] + pairs[1]

@@ -8,15 +8,17 @@ from jax_sparse_mla.kernel import instructions as isa
 from jax_sparse_mla.kernel import lds
 from jax_sparse_mla.kernel.contract import LATENT_DIM, RECORD_BYTES
 from jax_sparse_mla.kernel.instructions import Value
-from jax_sparse_mla.kernel.workgroup import Lane, Row, is_slot
+from jax_sparse_mla.kernel.workgroup import Lane, LastEntry, Row, is_slot
 
 _SCALES = LATENT_DIM
 """Offset of the four float32 scales in a record."""
 _ROPE = LATENT_DIM + 16
 """Offset of the 64 bfloat16 of the rope part."""
 _MASK = 2.0**127
-"""Taken from the score of a masked entry; the smallest factor leaves 2^27 of it."""
-_SMALLEST_FACTOR = 2.0**-100
+"""Taken from the product of a masked entry; the smallest factor leaves 2^27 of it."""
+
+_OTHER_GROUPS = (1 << 64) - (1 << 16)
+"""Lanes that are not in group 0."""
 
 # Entries are dealt to lanes in two ways, n being the entry's number in the wave:
 # - to move a latent, 16 lanes take one row, 16 bytes a lane: lanes 16g .. 16g + 15 move entries
@@ -40,43 +42,50 @@ class Side(NamedTuple):
     """The entry's scale of block g, float32 bits."""
     rope: list[Value]
     """Two operands of 4 dwords for each subtile."""
-    valid: list[Value]
-    """Which lanes' entries count, as wave-uniform masks."""
+    unmasked: list[Value]
+    """Lanes that leave a score as it is, wave-uniform: all but group 0's with a masked entry."""
+
+
+class Stream(NamedTuple):
+    """Where a wave finds its entries of the row."""
+
+    row: Row
+    moved: Value
+    """Byte offsets into the row's entries of tile 0."""
+    scored: Value
+
+    def load(self, tile: Value) -> Indices:
+        """Read the wave's entries of a tile; those past the row give 0."""
+        start, load = tile * (4 * lds.TILE), self.row.words.load
+        return Indices(
+            load(self.moved, start),
+            [load(self.scored, start + 4 * 16 * s) for s in range(SUBTILES)],
+        )
 
 
 class Tiles(NamedTuple):
-    """Where a wave finds the entries of tile after tile."""
+    """Where a wave finds the records of tile after tile."""
 
-    row: Row
+    stream: Stream
+    last: LastEntry
     kv_rows: Value
-    moved_entry: Value
-    """Byte offsets into the row's entries of tile 0."""
-    scored_entry: Value
+    kv: Value
     moved_base: Value
     """64-bit address of this lane's part of record 0."""
-    kv: Value
     group: Value
-    masked_bias: Value
     stage_address: Value
 
-    def load_indices(self, tile: Value) -> Indices:
-        """Read the wave's entries of a tile; those past the row give 0."""
-        start = tile * (4 * lds.TILE)
-        load = self.row.words.load
-        return Indices(
-            load(self.moved_entry, start),
-            [load(self.scored_entry, start + 4 * 16 * s) for s in range(SUBTILES)],
-        )
-
-    def _resolve(self, index: Value, offset: Value, ahead: int, tile: Value) -> tuple[Value, Value]:
-        """The slot to load, always one of the row's own, and whether the entry counts."""
-        left = (self.row.count - tile * lds.TILE - ahead) * 4
-        valid = (offset < left) & is_slot(index, self.kv_rows)
-        return valid.select(index, self.row.spare_slot), valid
+    def _conditions(
+        self, index: Value, offset: Value, ahead: int, tile: Value
+    ) -> tuple[Value, Value]:
+        """Whether the row goes on to an entry, and whether its index names a record."""
+        left = (self.last.count - tile * lds.TILE - ahead) * 4
+        return offset < left, is_slot(index, self.kv_rows)
 
     def moved_slots(self, indices: Indices, tile: Value) -> Value:
-        """The slots of the latents this lane's group moves, one a lane."""
-        return self._resolve(indices.moved, self.moved_entry, 0, tile)[0]
+        """The slots of the latents this lane's group moves, one a lane; all are the row's own."""
+        within, valid = self._conditions(indices.moved, self.stream.moved, 0, tile)
+        return (within & valid).select(indices.moved, self.last.slot)
 
     def load_latent(self, slots: Value, moves: range) -> list[Value]:
         """Start loading latents: for each entry 8g + move, chunks t and 16 + t."""
@@ -87,12 +96,15 @@ class Tiles(NamedTuple):
         return result
 
     def scored_slots(self, indices: Indices, tile: Value) -> tuple[list[Value], list[Value]]:
-        """The slots of entries t and 16 + t, and which lanes' entries count (wave-uniform)."""
-        resolved = [
-            self._resolve(index, self.scored_entry, 16 * s, tile)
-            for s, index in enumerate(indices.scored)
-        ]
-        return [slot for slot, _ in resolved], [isa.ballot(valid) for _, valid in resolved]
+        """The slots of entries t and 16 + t, and Side.unmasked."""
+        slots, masks = [], []
+        for s, index in enumerate(indices.scored):
+            within, valid = self._conditions(index, self.stream.scored, 16 * s, tile)
+            slots.append((within & valid).select(index, self.last.slot))
+            # Two ballots: of a conjunction the compiler makes a number first.
+            counts = isa.ballot(within) & isa.ballot(valid)
+            masks.append(counts | fx.Uint64(_OTHER_GROUPS))
+        return slots, masks
 
     def load_scales(self, slots: list[Value]) -> list[Value]:
         """Start loading the scale of block g of entries t and 16 + t."""
@@ -112,8 +124,8 @@ class Tiles(NamedTuple):
 
     def bias(self, side: Side, subtile: int) -> Value:
         """0, or in lane group 0 of a masked entry what takes its score below all others."""
-        valid = isa.lane_condition(side.valid[subtile])
-        return valid.select(fx.Float32(0.0), self.masked_bias)
+        unmasked = isa.lane_condition(side.unmasked[subtile])
+        return unmasked.select(fx.Float32(0.0), fx.Float32(-_MASK))
 
     def stage(self, latent: list[Value]) -> None:
         """Write the loaded latents to LDS."""
@@ -125,34 +137,28 @@ class Tiles(NamedTuple):
                 isa.lds_store(address, latent[2 * j + half], 4, offset)
 
 
-def usable_factor(scale_log2e: Value) -> Value:
-    """The factor from products to scores in bits; 0 becomes small enough to act like it."""
-    small = abs(scale_log2e) < _SMALLEST_FACTOR
-    return isa.first_lane(small.select(fx.Float32(_SMALLEST_FACTOR), scale_log2e))
+def stream_of(row: Row, lane: Lane) -> Stream:
+    """Prepare reading a row's entries."""
+    first = lane.wave * lds.WAVE_ENTRIES
+    moved = lane.g * MOVES + (lane.t & (MOVES - 1))
+    return Stream(row, (first + moved) * 4, (first + lane.t) * 4)
 
 
 def tiles_of(
-    row: Row, kv: Value, kv_rows: Value, factor: Value, lane: Lane, lds_base: Value
+    stream: Stream, last: LastEntry, kv: Value, kv_rows: Value, lane: Lane, lds_base: Value
 ) -> Tiles:
     """Prepare what stays the same from tile to tile."""
-    first = lane.wave * lds.WAVE_ENTRIES
-    moved = lane.g * MOVES + (lane.t & (MOVES - 1))
     # The swizzle of entry 8g + j is 8(g % 2) ^ 4(g // 2) ^ j.
     chunk = lane.t ^ ((lane.g & 1) * 8) ^ ((lane.g >> 1) * 4)
-    stage = lds_base + (
-        lds.LATENT.start + (first + lane.g * MOVES) * LATENT_DIM + chunk * lds.CHUNK
-    )
-    mask = (factor < 0.0).select(fx.Float32(_MASK), fx.Float32(-_MASK))
+    row = lane.wave * lds.WAVE_ENTRIES + lane.g * MOVES
     return Tiles(
-        row=row,
+        stream=stream,
+        last=last,
         kv_rows=kv_rows,
-        moved_entry=(first + moved) * 4,
-        scored_entry=(first + lane.t) * 4,
-        moved_base=kv + fx.Uint64(fx.Uint32(lane.t * 16)),
         kv=kv,
+        moved_base=kv + fx.Uint64(fx.Uint32(lane.t * 16)),
         group=lane.g,
-        masked_bias=(lane.g == 0).select(mask, fx.Float32(0.0)),
-        stage_address=stage,
+        stage_address=lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK),
     )
 
 

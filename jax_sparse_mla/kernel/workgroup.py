@@ -27,14 +27,20 @@ class Work(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The entries of a row up to its last valid one, wave-uniform."""
+    """The entries of a row, wave-uniform."""
 
     words: isa.BoundedWords
     """The row's entries; reads past them give 0."""
+    length: Value
+
+
+class LastEntry(NamedTuple):
+    """The last valid entry of a row, wave-uniform."""
+
     count: Value
-    """Entries up to and with the last valid one; 0 if the row has none."""
-    spare_slot: Value
-    """The slot of the last valid entry; masked entries load it, for it is this row's own."""
+    """Entries up to and with it; 0 if the row has none."""
+    slot: Value
+    """Its slot. Masked entries load that one, for it is this row's own."""
 
 
 def this_lane() -> Lane:
@@ -53,14 +59,16 @@ def this_work(num_heads: Value, num_splits: Value) -> Work:
     """The row and head group of this workgroup, as ``contract.num_workgroups`` deals them."""
     groups = fx.Uint32((num_heads + (HEADS_PER_GROUP - 1)) >> 4)
     block = fx.Uint32(fx.block_idx.x)
-    octet = block // NUM_XCD
-    rows = octet // groups
-    spread_row = rows * NUM_XCD + block % NUM_XCD
-    spread_group = octet - rows * groups
-    one_group = groups == fx.Uint32(1)
-    row = one_group.select(block, spread_row)
-    group = one_group.select(fx.Uint32(0), spread_group)
-    query = row // fx.Uint32(num_splits)
+
+    def spread() -> list[Value]:
+        octet = block // NUM_XCD
+        rows = octet // groups
+        return [rows * NUM_XCD + block % NUM_XCD, octet - rows * groups]
+
+    # Division is a score of instructions: only where there is something to divide.
+    row, group = isa.when(groups > fx.Uint32(1), spread, [block, fx.Uint32(0)])
+    splits = fx.Uint32(num_splits)
+    (query,) = isa.when(splits > fx.Uint32(1), lambda: [row // splits], [row])
     return Work(fx.Int32(row), fx.Int32(query), fx.Int32(group) * HEADS_PER_GROUP)
 
 
@@ -70,19 +78,9 @@ def address(pointer: Value) -> Value:
 
 
 def load_row(
-    work: Work,
-    indices: Value,
-    row_begin: Value,
-    row_end: Value,
-    num_indices: Value,
-    kv_rows: Value,
-    lane: Lane,
+    work: Work, indices: Value, row_begin: Value, row_end: Value, num_indices: Value
 ) -> Row:
-    """Read where the row lies, and find its last valid entry.
-
-    Every row needs one valid slot for its masked entries to load, so the search from the end is
-    always made; for a row without padding it ends at its first step.
-    """
+    """Read where the row lies; any begin and end are held within the indices."""
     where = fx.Uint64(fx.Uint32(work.row)) * 4
 
     def bound(pointer: Value) -> Value:
@@ -93,33 +91,42 @@ def load_row(
     begin, end = bound(row_begin), bound(row_end)
     length = (end > begin).select(end - begin, fx.Int32(0))
     start = address(indices) + fx.Uint64(fx.Uint32(begin)) * 4
-    words = isa.BoundedWords(start, fx.Uint64(fx.Uint32(length)) * 4)
-    lane_number = lane.g * 16 + lane.t
+    return Row(isa.BoundedWords(start, fx.Uint64(fx.Uint32(length)) * 4), length)
+
+
+def find_last_entry(row: Row, kv_rows: Value, lane: Lane) -> LastEntry:
+    """Search a row from its end for a valid entry; one without padding takes one step.
+
+    The search is always made, since a row that masks anything needs a slot of its own to load.
+    """
+    first = (lane.g * 16 + lane.t) * _LANE_STEP
 
     def not_found(state: list[Value]) -> Value:
-        end_of_search, count, _ = state
-        return (end_of_search > 0) & (count == 0)
+        end, count, _ = state
+        return (end > 0) & (count == 0)
 
     def look_back(state: list[Value]) -> list[Value]:
-        end_of_search, count, slot = state
-        begin_of_search = (end_of_search > _STEP).select(end_of_search - _STEP, fx.Int32(0))
-        offset = begin_of_search * 4
-        found = [words.load(lane_number * 4 + LANES * 4 * i, offset) for i in range(_STEP // LANES)]
-        for i, index in enumerate(found):
-            position = begin_of_search + (lane_number + LANES * i)
-            mask = isa.ballot((position < end_of_search) & is_slot(index, kv_rows))
-            any_valid = mask != fx.Uint64(0)
-            last = isa.highest_bit(any_valid.select(mask, fx.Uint64(1)))
-            count = any_valid.select(begin_of_search + last + (LANES * i + 1), count)
-            slot = any_valid.select(isa.read_lane(index, last), slot)
-        return [begin_of_search, count, slot]
+        end, count, slot = state
+        begin = (end > _STEP).select(end - _STEP, fx.Int32(0))
+        found = row.words.load(first * 4, begin * 4, _LANE_STEP)
+        position, own_slot = fx.Int32(-1), found[0]
+        for i in range(_LANE_STEP):
+            valid = (first + i < end - begin) & is_slot(found[i], kv_rows)
+            position = valid.select(first + i, position)
+            own_slot = valid.select(found[i], own_slot)
+        lanes = isa.ballot(position >= 0)
+        any_valid = lanes != fx.Uint64(0)
+        last = isa.highest_bit(any_valid.select(lanes, fx.Uint64(1)))
+        count = any_valid.select(begin + isa.read_lane(position, last) + 1, count)
+        slot = any_valid.select(isa.read_lane(own_slot, last), slot)
+        return [begin, count, slot]
 
-    initial = [length, fx.Int32(0), fx.Int32(0)]
-    _, count, spare_slot = isa.repeat_while(initial, not_found, look_back)
-    return Row(words, count, spare_slot)
+    initial = [row.length, fx.Int32(0), fx.Int32(0)]
+    return LastEntry(*isa.repeat_while(initial, not_found, look_back)[1:])
 
 
-_STEP = 256
+_LANE_STEP = 4
+_STEP = LANES * _LANE_STEP
 """Entries looked at in one step of the search."""
 
 
