@@ -3,15 +3,22 @@
 import socket
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from device_process import Child
+from device_process import Child, ChildError
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_sharding import SCALE, Problem
 
 import jax_sparse_mla as jsm
+from examples.deepseek_v32.generate import Engine
+from examples.deepseek_v32.mesh import make_mesh, param_shardings
+from examples.deepseek_v32.options import Options
+from examples.deepseek_v32.random_checkpoint import tiny_config, write_random_checkpoint
+from examples.deepseek_v32.scheduler import Limits
+from examples.deepseek_v32.weights import load_params
 
 PROCESSES, DEVICES_EACH = 2, 4
 
@@ -42,7 +49,15 @@ def run_on_all(children, function, *args):
     """Run a function in all processes at once; its process number comes first."""
     for number, child in enumerate(children):
         child.begin(function, number, *args)
-    return [child.result() for child in children]
+    results, errors = [], []
+    for child in children:  # each answer is read, or a later call would get it
+        try:
+            results.append(child.result())
+        except ChildError as error:
+            errors.append(error)
+    if errors:
+        raise ChildError("\n".join(map(str, errors)))
+    return results
 
 
 def place(mesh, array, *spec):
@@ -185,3 +200,43 @@ def test_context_parallel_over_both_processes(processes, interleave):
 def test_each_process_writes_and_checks_its_own_records(processes):
     first, second = run_on_all(processes, write_and_check)
     assert (first, second) == ([0, 9, 10], [79])
+
+
+# -- the example model
+
+CONFIG = tiny_config(num_hidden_layers=2, vocab_size=320, eos_token_ids=())
+PROMPTS = [list(range(10, 33)), [5, 6, 7] * 4]
+
+
+def generate(mesh, folder):
+    """The generated ids, and of each prompt the logits that its tokens were chosen from."""
+    shardings = None if mesh is None else param_shardings(CONFIG, mesh, stacked=False)
+    params = load_params(folder, CONFIG, dtype=jnp.float32, shardings=shardings)
+    limits = Limits(num_blocks=12, block_size=8, max_length=40, lines=2, prefill_rows=12)
+    engine = Engine(params, CONFIG, limits, Options(dtype=jnp.float32), mesh=mesh)
+    logits = {number: [] for number in range(len(PROMPTS))}
+
+    def keep(plans, step_logits):
+        for plan, of_group in zip(plans, step_logits, strict=True):
+            for request, _, output in plan.spans:
+                if output >= 0:
+                    logits[request.number].append(of_group[output])
+
+    generated = engine.generate(PROMPTS, 4, keep)
+    return generated, [np.stack(logits[number]) for number in logits]
+
+
+def generate_on_mesh(process_id, folder, data, tensor):
+    return generate(make_mesh(data, tensor, CONFIG), folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "tensor"), [(2, 4), (1, 8)])
+def test_the_model_gives_the_single_process_logits(processes, tmp_path, data, tensor):
+    """Rows over the processes and heads and experts within them, or those over the processes."""
+    write_random_checkpoint(tmp_path, CONFIG, seed=5)
+    want_ids, want_logits = generate(None, tmp_path)
+    for ids, logits in run_on_all(processes, generate_on_mesh, tmp_path, data, tensor):
+        assert ids == want_ids
+        for got, want in zip(logits, want_logits, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)

@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 from examples.deepseek_v32.attention import Rows
 from examples.deepseek_v32.cache import Cache, cache_shapes
 from examples.deepseek_v32.config import Config
-from examples.deepseek_v32.mesh import DATA, TENSOR, empty_cache, on_mesh, param_specs
+from examples.deepseek_v32.mesh import (
+    DATA,
+    TENSOR,
+    empty_cache,
+    on_mesh,
+    param_specs,
+    to_host,
+)
 from examples.deepseek_v32.model import forward
 from examples.deepseek_v32.options import Options
 from examples.deepseek_v32.params import Layer, Params
@@ -228,10 +235,10 @@ class Engine:
             sampling=self.sampling,
             mesh=self.mesh,
         )
-        sampled = np.asarray(tokens).reshape(len(plans), -1)
+        sampled = to_host(tokens).reshape(len(plans), -1)
         self._count(plans, sampled, time.perf_counter() - start)
         if on_step is not None:
-            on_step(plans, np.asarray(logits).reshape(*sampled.shape, -1))
+            on_step(plans, to_host(logits).reshape(*sampled.shape, -1))
 
     def _count(self, plans: list[Plan], sampled: np.ndarray, seconds: float) -> None:
         statistics = self.statistics

@@ -10,6 +10,8 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from examples.deepseek_v32.cache import Cache
@@ -122,3 +124,10 @@ def empty_cache(shapes: Cache, mesh: Mesh) -> Cache:
         return jax.jit(make, out_shardings=sharding)()
 
     return jax.tree.map(zeros, shapes)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """The whole of an array, also where its shards lie on several processes."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
