@@ -119,6 +119,12 @@ def opaque(value: Value) -> Value:
     return _like(llvm.inline_asm(kind, [raw(value)], "", "=v,0", has_side_effects=True), value)
 
 
+def opaque_scalar(value: Value) -> Value:
+    """The same of a wave-uniform value, in scalar registers."""
+    kind = raw(value).type
+    return _like(llvm.inline_asm(kind, [raw(value)], "", "=s,0", has_side_effects=True), value)
+
+
 # Order --------------------------------------------------------------------------------------------
 
 
@@ -273,13 +279,16 @@ def broadcast_in_row(value: Value, lane: int) -> Value:
     return type(value)(result)
 
 
-def times_broadcast(value: Value, lane: int, factor: Value) -> Value:
-    """DPP quad_perm: ``value`` of lane ``lane`` of each group of four, times ``factor``."""
+def broadcast_in_quad(value: Value, lane: int) -> Value:
+    """DPP quad_perm: every lane of a group of four gets ``value`` of the group's lane ``lane``.
+
+    With one user, a multiplication or fma of floats, it becomes part of that instruction.
+    """
     source = raw(value)
-    everywhere = rocdl.update_dpp(
+    result = rocdl.update_dpp(
         source.type, llvm.mlir_poison(source.type), source, 0x55 * lane, 15, 15, True
     )
-    return fx.Float32(everywhere) * factor
+    return type(value)(result)
 
 
 def row_maximum(value: Value) -> Value:

@@ -30,6 +30,8 @@ class Scores(NamedTuple):
     """1.0: every row of an f32 product's B."""
     own_block: Value
     """Lanes (t, g) with g = block(t % 4), wave-uniform."""
+    block_lanes: list[Value]
+    """Lanes (t, g) with g = block(j)."""
 
     def products(self, query: Query, side: Side, tiles: Tiles) -> list[Value]:
         """Products of the staged entries with the query, a masked entry's far below all others.
@@ -50,24 +52,28 @@ class Scores(NamedTuple):
                 for part in (query.hi[j], query.lo[j]):
                     sums[s] = isa.mfma_fp8(record, part, sums[s], scales[s], query.scale)
             return [self._add_rope(query, side, s, sums[s]) for s in range(SUBTILES)]
-        spread = [self.spread_scales(side, s) for s in range(SUBTILES)]
         sums = bias
         for (s, j), record in records:
             product = zeros
             for part in (query.hi[j], query.lo[j]):
                 product = isa.mfma_fp8(record, part, product, fx.Int32(_UNIT), query.scale, j)
-            scaled = [isa.times_broadcast(spread[s][r], j, product[r]) for r in range(4)]
-            sums[s] = sums[s] + Vector.from_elements(scaled, fx.Float32)
+            scales = self._spread(side.scales[s], isa.opaque_scalar(self.block_lanes[j]))
+            sums[s] = isa.fma(scales, product, sums[s])
         return [self._add_rope(query, side, s, sums[s]) for s in range(SUBTILES)]
 
-    def spread_scales(self, side: Side, subtile: int) -> Value:
-        """The entries' scales in the layout of the scores: in lane (t, g) that of block(t % 4).
+    def spread_scales(self, bits: Value) -> Value:
+        """The entries' scales in the layout of the scores: in lane (t, g) that of block(t % 4)."""
+        return self._spread(bits, self.own_block)
 
-        A product with unit vectors, exact in float32, spares the way through LDS.
+    def _spread(self, bits: Value, lanes: Value) -> Value:
+        """The scales of entries t, block g, in the layout of the scores.
+
+        A product with the unit vectors that ``lanes`` picks, exact in float32, spares the way
+        through LDS.
         """
-        scale = side.scales[subtile].bitcast(fx.Float32)
-        pick = isa.lane_condition(self.own_block).select(fx.Float32(1.0), fx.Float32(0.0))
-        return isa.mfma_f32(scale, pick, Vector.filled(4, 0.0, fx.Float32))
+        pick = isa.lane_condition(lanes).select(fx.Float32(1.0), fx.Float32(0.0))
+        zeros = Vector.filled(4, 0.0, fx.Float32)
+        return isa.mfma_f32(bits.bitcast(fx.Float32), pick, zeros)
 
     def _add_rope(self, query: Query, side: Side, subtile: int, sums: Value) -> Value:
         for record, head in zip(side.rope[2 * subtile :], query.rope, strict=False):
@@ -108,7 +114,8 @@ def scores_of(order: ChunkOrder, lds_base: Value) -> Scores:
     chunk = order.lane_part() ^ lane.t
     address = lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK)
     own_block = isa.ballot(lane.g == order.block(lane.t))
-    return Scores(order, address, fx.Float32(1.0), own_block)
+    block_lanes = [isa.ballot(lane.g == order.block(j)) for j in range(BLOCKS)]
+    return Scores(order, address, fx.Float32(1.0), own_block, block_lanes)
 
 
 def _e8m0(bits: Value) -> Value:

@@ -74,10 +74,10 @@ class Weights(NamedTuple):
 
         Returns the slice for the wave's own column block: there is no place for it yet.
         """
-        scales = [self.scores.spread_scales(side, s) for s in range(SUBTILES)]
+        scales = [self.scores.spread_scales(bits) for bits in side.scales]
         scaled = [
             [
-                isa.times_broadcast(scales[s][r], number, weights[2 * s + r // 2][r % 2])
+                isa.broadcast_in_quad(scales[s][r], number) * weights[2 * s + r // 2][r % 2]
                 for s in range(SUBTILES)
                 for r in range(4)
             ]
