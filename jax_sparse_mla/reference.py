@@ -36,12 +36,14 @@ class Tiling(NamedTuple):
     """Operands of the matrix products; everything else is float32."""
     logits: Literal["rth", "rht"]
     """Order of the axes of the logits: row, entry and head."""
+    joint: bool
+    """One product over latent and rope together, or one over each and their sum."""
     decode_first: int | None
     """Decode the whole cache first where the entries are at least so many times its records."""
 
 
 # On a CPU one row's matrix products keep a core busy, and their operands fit its cache.
-CPU_TILING = Tiling(1, 128, jnp.float32, "rth", decode_first=None)
+CPU_TILING = Tiling(1, 128, jnp.float32, "rth", joint=False, decode_first=None)
 
 
 def gpu_tiling(num_heads: int, width: int, exact_in_bfloat16: bool) -> Tiling:
@@ -56,8 +58,8 @@ def gpu_tiling(num_heads: int, width: int, exact_in_bfloat16: bool) -> Tiling:
     bytes_an_entry = (2 if exact_in_bfloat16 else 4) * (LATENT_DIM + ROPE_DIM) + 11 * num_heads
     rows = max(8, (1 << 28) // (entries * bytes_an_entry) // 8 * 8)
     if exact_in_bfloat16:
-        return Tiling(rows, entries, jnp.bfloat16, "rht", decode_first=8)
-    return Tiling(rows, entries, jnp.float32, "rht", decode_first=None)
+        return Tiling(rows, entries, jnp.bfloat16, "rht", joint=True, decode_first=8)
+    return Tiling(rows, entries, jnp.float32, "rht", joint=True, decode_first=None)
 
 
 def sparse_mla_reference(
@@ -109,12 +111,12 @@ def sparse_mla_reference(
     order = jnp.pad(order, (0, num_blocks * block_rows - n), constant_values=n)
 
     num_records = kv.shape[0]
-    cache: tuple[Array, ...] = (kv,)
+    cache = kv
     sizes = (indices.shape[0], num_records)
     known = all(isinstance(size, int) for size in sizes)  # not symbolic, as in an export
     often = known and tiling.decode_first and sizes[0] >= tiling.decode_first * num_records
     if often and kv.dtype != jnp.bfloat16:
-        cache = tuple(part.astype(tiling.dtype) for part in decode(kv, scale_format))
+        cache = decode(kv, scale_format).astype(tiling.dtype)
 
     t = tiling.logits.index("t")
 
@@ -128,6 +130,7 @@ def sparse_mla_reference(
         finite = jnp.isfinite(q_nope).all(-1) & jnp.isfinite(q_pe).all(-1)
         q_nope = jnp.where(finite[..., None], q_nope, jnp.nan).astype(tiling.dtype)
         q_pe = q_pe.astype(tiling.dtype)
+        q = [jnp.concatenate([q_nope, q_pe], -1)] if tiling.joint else [q_nope, q_pe]
 
         def tile(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
             first, top, total, out = carry
@@ -135,15 +138,14 @@ def sparse_mla_reference(
             inside = entry < end
             slot = _take(indices, jnp.where(inside, begin + entry, 0))
             valid = inside & (slot >= 0) & (slot < num_records)
-            records = [_take(part, jnp.where(valid, slot, 0)) for part in cache]
-            latent, rope = records if len(records) == 2 else decode(records[0], scale_format)
+            record = decode(_take(cache, jnp.where(valid, slot, 0)), scale_format)
+            parts = [record] if tiling.joint else jnp.split(record, [LATENT_DIM], -1)
             # A masked entry reads record 0, whatever that holds; its values must go as its logits
             # must, for 0 * NaN is NaN.
-            latent = jnp.where(valid[..., None], latent, 0).astype(tiling.dtype)
-            rope = jnp.where(valid[..., None], rope, 0).astype(tiling.dtype)
+            values = [jnp.where(valid[..., None], x, 0).astype(tiling.dtype) for x in parts]
 
             product = f"rhd,rtd->{tiling.logits}"
-            logits = _dot(product, q_nope, latent) + _dot(product, q_pe, rope)
+            logits = sum(_dot(product, x, y) for x, y in zip(q, values, strict=True))
             counts = jnp.expand_dims(valid, 3 - t)
             logits = jnp.where(counts, logits * jnp.float32(softmax_scale), -jnp.inf)
             new_top = jnp.maximum(top, logits.max(t))
@@ -151,7 +153,7 @@ def sparse_mla_reference(
             base = jnp.where(new_top == -jnp.inf, 0, new_top)
             shrink = jnp.exp(top - base)
             p = jnp.exp(logits - jnp.expand_dims(base, t))
-            weighted = _weigh(p, latent, tiling.logits)
+            weighted = _weigh(p, values[0], tiling.logits)[..., :LATENT_DIM]
             total = total * shrink + p.sum(t)
             return first + tiling.entries, new_top, total, out * shrink[..., None] + weighted
 
@@ -195,22 +197,22 @@ def nothing(q: Array, partial: bool) -> tuple[Array, Array]:
     )
 
 
-def decode(record: Array, scale_format: ScaleFormat) -> tuple[Array, Array]:
-    """The latent [..., 512] and rope [..., 64], float32, of records [..., 656] of one-byte dtype.
+def decode(record: Array, scale_format: ScaleFormat) -> Array:
+    """The values [..., 576] of records [..., 656] of one-byte dtype, float32: latent and rope.
 
-    512 e4m3fn codes, 4 float32 scales, 64 bfloat16. A scale that the format does not allow makes
-    its latents NaN. A [..., 576] bfloat16 record is an unquantised one and is only cut in two.
+    A record is 512 e4m3fn codes, 4 float32 scales, 64 bfloat16. A scale that the format does not
+    allow makes its latents NaN. A [..., 576] bfloat16 record is an unquantised one: as it is.
     """
-    if record.dtype == jnp.bfloat16:
-        return record[..., :LATENT_DIM], record[..., LATENT_DIM:]
+    if record.dtype.itemsize > 1:
+        return record
     record = lax.bitcast_convert_type(record, jnp.uint8)
     leading = record.shape[:-1]
     scale = lax.bitcast_convert_type(record[..., 512:528].reshape(*leading, 4, 4), jnp.float32)
     scale = jnp.where(_allowed(scale, scale_format), scale, jnp.nan)
     value = decode_e4m3fn(record[..., :512]).reshape(*leading, 4, 128)
-    rope = lax.bitcast_convert_type(record[..., 528:].reshape(*leading, ROPE_DIM, 2), jnp.bfloat16)
     latent = (value * scale[..., None]).reshape(*leading, LATENT_DIM)
-    return latent, rope.astype(jnp.float32)
+    rope = lax.bitcast_convert_type(record[..., 528:].reshape(*leading, ROPE_DIM, 2), jnp.bfloat16)
+    return jnp.concatenate([latent, rope.astype(jnp.float32)], -1)
 
 
 def _allowed(scale: Array, scale_format: ScaleFormat) -> Array:
