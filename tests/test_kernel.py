@@ -1,12 +1,15 @@
 """The kernel's machine code on the simulator against the float64 oracle, through the launch
 contract. Every launch also checks bounds, waits, races and uninitialised reads: a fault raises."""
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from kernel_launch import launch, random_query
+from gfx950_sim import Memory, run
+from kernel_launch import LOG2E, kernel, launch, pack, random_query
 
 from jax_sparse_mla.kernel import contract
+from jax_sparse_mla.kernel.specialisation import Specialisation
 
 ROWS = 700
 SCALE = 0.02
@@ -324,3 +327,59 @@ def test_random_wave_orders(order, scale_format, partial):
         order=order,
         switch="wait",
     )
+
+
+def test_addresses_beyond_32_bits():
+    """Records past 5 GiB and rows of q and out past 2^32 bytes: only what is used exists."""
+    rng = np.random.default_rng(21)
+    heads, rows, row = 128, 29128, 29120
+    slots = np.array([2**31 // 656, 2**31 // 656 + 1, 2**32 // 656, 2**32 // 656 + 1, 8_500_000, 0])
+    records = oracle.random_records(rng, len(slots))
+    q = random_query(rng, 1, heads)
+    memory, base = Memory(), 0x1000_0000_0000
+    pointers = {name: base + (i << 36) for i, name in enumerate(("q", "kv", "out", "lse"))}
+    out = np.zeros((heads, 512), ml_dtypes.bfloat16)
+    lse = np.zeros(heads, np.float32)
+    at = {"q": heads * 576 * 2, "out": heads * 512 * 2, "lse": heads * 4}
+    for name, array in (("q", q.view(np.uint16)), ("out", out.view(np.uint16)), ("lse", lse)):
+        place = pointers[name] + row * at[name]
+        memory.map(array, name=name, address=place, writable=name != "q")
+    # Neighbours share a page of the cache; each record is mapped by itself.
+    for slot, record in zip(slots.tolist(), records, strict=True):
+        memory.map(record.copy(), name=f"kv {slot}", address=pointers["kv"] + slot * 656)
+    begin = np.zeros(rows, np.int32)
+    end = np.zeros(rows, np.int32)
+    end[row] = len(slots)
+    arguments = pack(
+        q_latent=pointers["q"],
+        q_rope=pointers["q"] + 1024,
+        kv=pointers["kv"],
+        indices=memory.map(slots.astype(np.int32), name="indices"),
+        row_begin=memory.map(begin, name="row_begin"),
+        row_end=memory.map(end, name="row_end"),
+        out=pointers["out"],
+        lse=pointers["lse"],
+        q_latent_row_stride=heads * 576,
+        q_latent_head_stride=576,
+        q_rope_row_stride=heads * 576,
+        q_rope_head_stride=576,
+        scale_log2e=SCALE * LOG2E,
+        num_rows=rows,
+        num_heads=heads,
+        num_splits=1,
+        kv_rows=8_500_001,
+        num_indices=len(slots),
+        flags=0,
+    )
+    groups = heads // 16
+    first = row // 8 * 8 * groups + row % 8
+    run(
+        kernel(Specialisation("pow2", False)),
+        grid=(contract.num_workgroups(rows, heads), 1, 1),
+        block=(256, 1, 1),
+        args=arguments,
+        memory=memory,
+        workgroups=[first + 8 * group for group in range(groups)],
+    )
+    expected = oracle.attention(q, records, [np.arange(len(slots))], SCALE)
+    compare(out[None], lse[None], expected, len(slots))
