@@ -1,4 +1,8 @@
-"""The kernel put together: one workgroup computes 16 heads of one row, tile after tile."""
+"""The kernel put together: one workgroup computes 16 heads of one row, tile after tile.
+
+Of a tile's 128 entries each of the four waves loads 32, computes their scores against the 16 heads
+and publishes their weights in LDS; then it adds up 128 of the 512 output columns over all 128.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -203,20 +207,26 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
     early, late = range(MOVES // 2), range(MOVES // 2, MOVES)
 
     def one_tile(tile: Value, state: list[Value]) -> list[Value]:
+        # The latents of this tile have come to registers while the one before was worked on, and
+        # leave them for LDS; loads of the next one take their place, in parts, as registers fall
+        # free. Loads stay in flight across the barriers.
         latent, side, ahead, total, output = _unpack(state)
         tiles.stage(latent)
         more = tile + 1 < num_tiles
         slots = tiles.moved_slots(ahead, tile + 1)
         scored, unmasked = tiles.scored_slots(ahead, tile + 1)
         next_latent = isa.when(more, lambda: tiles.load_latent(slots, early), None)
+        # A wave's scores need its own entries alone.
         products = scores.products(query, side, tiles)
         shares, top, total = softmax(products, factor, total)
         own_weights = weights.publish(shares, top, side)
         next_late = isa.when(more, lambda: tiles.load_latent(slots, late), None)
         ahead = stream.load(tile + 2)
+        # All waves' latents and weights are in LDS.
         isa.barrier()
         output = values.add_tile(output, own_weights)
         next_side = isa.when(more, lambda: load_side(scored), None)
+        # All waves have read them.
         isa.barrier()
         next_records = next_latent + next_late + next_side + unmasked
         return _pack(next_records, ahead, total, output)

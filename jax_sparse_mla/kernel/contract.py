@@ -33,7 +33,8 @@ ARGUMENTS = (
     Argument("kv", "pointer"),
     # num_indices int32 slots; an entry outside 0 .. kv_rows - 1 (as unsigned) is masked.
     Argument("indices", "pointer"),
-    # m int32 each, already clamped by the caller to 0 .. num_indices; begin >= end is an empty row.
+    # m int32 each, held within 0 .. num_indices by the kernel; begin >= end is an empty row. A row
+    # has fewer than 2^29 entries.
     Argument("row_begin", "pointer"),
     Argument("row_end", "pointer"),
     # [m, H, 512] bfloat16, or float32 for partial results; [m, H] float32, natural log.
@@ -51,7 +52,8 @@ ARGUMENTS = (
     Argument("num_splits", "i32"),
     Argument("kv_rows", "i32"),
     Argument("num_indices", "i32"),
-    # Bit 0: rows may end in masked entries, whose tiles are worth skipping.
+    # Bit 0: rows may end in masked entries, whose tiles are worth skipping. The kernel skips them
+    # always: it looks for a row's last valid entry anyway.
     Argument("flags", "i32"),
 )
 

@@ -57,8 +57,8 @@ class Values(NamedTuple):
         first_values = self._read_values(base, 0)
         isa.lds_store(self.own_weights_address, own_weights, 4)
         hi, lo = (self._read_weights(part) for part in (0, 1))
-        output = _raise_reference(output, exponent)
-        scale = exponent - output.reference + (127 + 127 - _VALUE_SCALE)
+        output, excess = _raise_reference(output, exponent)
+        scale = excess + (127 + 127 - _VALUE_SCALE)
         scale = (scale < 1).select(fx.Int32(1), scale)
         parts = []
         ahead = first_values
@@ -121,12 +121,14 @@ def values_of(lane: Lane, lds_base: Value) -> Values:
     )
 
 
-def _raise_reference(output: Output, exponent: Value) -> Output:
+def _raise_reference(output: Output, exponent: Value) -> tuple[Output, Value]:
     """Rescale the sums where new weights would exceed the reference by too much: seldom.
 
-    float32 has room for sums far above their reference; the first tile always sets it.
+    float32 has room for sums far above their reference; the first tile always sets it. Returns too
+    by how much ``exponent`` exceeds the reference now.
     """
-    exceeds = isa.ballot(exponent - output.reference > _HEADROOM) != fx.Uint64(0)
+    excess = exponent - output.reference
+    exceeds = isa.ballot(excess > _HEADROOM) != fx.Uint64(0)
 
     def rescale() -> list[Value]:
         first, second = isa.swap_rows_16(exponent, exponent)
@@ -135,7 +137,8 @@ def _raise_reference(output: Output, exponent: Value) -> Output:
         largest = (first > second).select(first, second)
         reference = (largest > output.reference).select(largest, output.reference)
         factor = isa.ldexp(fx.Float32(1.0), output.reference - reference)
-        return [reference] + [part * factor for part in output.parts]
+        return [reference, exponent - reference] + [part * factor for part in output.parts]
 
-    reference, *parts = isa.when(exceeds, rescale, [output.reference, *output.parts])
-    return Output(parts, reference)
+    unchanged = [output.reference, excess, *output.parts]
+    reference, excess, *parts = isa.when(exceeds, rescale, unchanged)
+    return Output(parts, reference), excess

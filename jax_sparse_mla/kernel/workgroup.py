@@ -80,7 +80,10 @@ def address(pointer: Value) -> Value:
 def load_row(
     work: Work, indices: Value, row_begin: Value, row_end: Value, num_indices: Value
 ) -> Row:
-    """Read where the row lies; any begin and end are held within the indices."""
+    """Read where the row lies; any begin and end are held within the indices.
+
+    Offsets into a row are int32 bytes: a row has fewer than 2^29 entries.
+    """
     where = fx.Uint64(fx.Uint32(work.row)) * 4
 
     def bound(pointer: Value) -> Value:
