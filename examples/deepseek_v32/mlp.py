@@ -103,13 +103,28 @@ def routed(p: Mlp, x: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.
         places = first + jnp.arange(TILE_ROWS)
         pair = order[jnp.minimum(places, order.shape[0] - 1)]
         row = jnp.where(places < end, pair // per_row, n)
-        mine = Mlp(*(lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in p))
-        y = gated(mine, x[jnp.minimum(row, n - 1)]).astype(jnp.float32)
+        y = _one_expert(p, x[jnp.minimum(row, n - 1)], expert).astype(jnp.float32)
         y *= weights.reshape(-1)[pair][:, None]
         return total.at[row].add(y, mode="drop")
 
     total = jnp.zeros(x.shape, jnp.float32)
     return lax.fori_loop(0, tile_ends[-1], step, total).astype(x.dtype)
+
+
+def _one_expert(p: Mlp, x: jax.Array, expert: jax.Array) -> jax.Array:
+    """Apply one of the experts to some rows."""
+
+    def apply(x: jax.Array) -> jax.Array:
+        mine = Mlp(*(lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in p))
+        return gated(mine, x)
+
+    # XLA's CPU backend slices bfloat16 through a float32 copy of the whole array, here of all
+    # experts, and takes that copy out of the loop; out of a condition it takes nothing.
+    return lax.platform_dependent(
+        x,
+        cpu=lambda x: lax.cond(expert >= 0, apply, jnp.zeros_like, x),
+        default=apply,
+    )
 
 
 def _first_expert(p: Moe, options: Options) -> jax.Array | int:
