@@ -26,7 +26,8 @@ def recordings():
 
 
 def subject(folder, recording, record_format, config=None):
-    return oracle.Subject(folder, config or oracle.oracle_config(), recording.tokens, record_format)
+    config = config or oracle.oracle_config()
+    return oracle.Subject(folder, config, recording.tokens, record_format=record_format)
 
 
 @pytest.mark.parametrize("record_format", ["bf16", "fp8"])
@@ -37,6 +38,13 @@ def test_agrees_with_recording(folder, recordings, record_format):
     assert oracle.compare_logits(model, recording) < oracle.LOGITS_TOLERANCE
     if record_format == "bf16":
         assert oracle.compare_selections(model, recording) > 0.99
+
+
+def test_fp8_index_keys_select_nearly_the_same(folder, recordings):
+    """With e4m3 keys behind a Hadamard rotation."""
+    recording = recordings["bf16"]
+    model = oracle.Subject(folder, oracle.oracle_config(), recording.tokens, index_format="fp8")
+    assert 0.95 < oracle.compare_selections(model, recording) < 1
 
 
 @pytest.mark.parametrize("fault", ["interleaved", "no relu"])

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
+from examples.deepseek_v32 import weights
 from examples.deepseek_v32.params import Layer, checkpoint_tensors, param_shapes
 from examples.deepseek_v32.random_checkpoint import (
     byte_tokenizer,
@@ -119,6 +120,15 @@ def test_fp8_checkpoint(tmp_path, params):
     expected = np.asarray(params.sparse[0].attention.q_b, np.float32)
     assert 0 < np.max(np.abs(got - expected)) < 0.07 * np.max(np.abs(expected))
     np.testing.assert_array_equal(loaded.sparse[0].mlp.router, params.sparse[0].mlp.router)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_pieces_make_the_same_parameters(tmp_path, monkeypatch, fp8):
+    write_random_checkpoint(tmp_path, CONFIG, fp8=fp8)
+    whole = load_params(tmp_path, CONFIG, stacked=True)
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1)
+    pieces = load_params(tmp_path, CONFIG, stacked=True)
+    jax.tree.map(np.testing.assert_array_equal, pieces, whole)
 
 
 def test_quantise_round_trip():

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,8 +165,8 @@ class Errors:
         )
 
 
-def run_layer(folder: Path, hidden_size: int) -> OpInputs:
-    """Part 1; returns the inputs of the op in the last step that decodes all prompts."""
+def run_layer(folder: Path, hidden_size: int, lengths: Sequence[int]) -> OpInputs:
+    """Part 1; returns the inputs of the op in the decode step of most rows."""
     config = layer_config(hidden_size)
     options = Options()
     write_random_checkpoint(folder, config, shards=2, progress=True)
@@ -174,22 +175,23 @@ def run_layer(folder: Path, hidden_size: int) -> OpInputs:
     print(f"weights of the layer: {size / 2**20:.0f} MiB")
 
     block_size = 64
-    longest = max(PROMPT_LENGTHS) + NEW_TOKENS
-    blocks = sum(-(-(n + NEW_TOKENS) // block_size) for n in PROMPT_LENGTHS)
-    limits = Limits(blocks, block_size, longest, lines=len(PROMPT_LENGTHS), prefill_rows=256)
+    longest = max(lengths) + NEW_TOKENS
+    blocks = sum(-(-(n + NEW_TOKENS) // block_size) for n in lengths)
+    limits = Limits(blocks, block_size, longest, lines=len(lengths), prefill_rows=256)
     scheduler = Scheduler(limits)
     rng = np.random.default_rng(0)
-    for number, length in enumerate(PROMPT_LENGTHS):
+    for number, length in enumerate(lengths):
         tokens = rng.integers(2, config.vocab_size, length).tolist()
         # The first prompts decode in the steps in which others still prefill.
         scheduler.add(Request(number, tokens, NEW_TOKENS))
     shapes = cache_shapes(config, blocks, block_size, options)
     cache: Cache = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    seen, errors = Latents(len(PROMPT_LENGTHS), longest), Errors()
+    seen, errors = Latents(len(lengths), longest), Errors()
     seconds: dict[str, list[float]] = {"prefill": [], "decode": []}
     first: set[int] = set()
-    total = sum(PROMPT_LENGTHS)
-    print(f"prompts of {', '.join(map(str, PROMPT_LENGTHS))} tokens, chunks of 256 rows")
+    most = 0
+    total = sum(lengths)
+    print(f"prompts of {', '.join(map(str, lengths))} tokens, chunks of 256 rows")
     with tqdm(total=total, desc="prefill", unit="row") as bar:
         while scheduler.is_busy:
             choice = scheduler.choose()
@@ -207,10 +209,11 @@ def run_layer(folder: Path, hidden_size: int) -> OpInputs:
             seen.add(step, rows, cache)
             errors.check(p, step, rows, seen, config.softmax_scale)
             bar.update(plan.num_rows if plan.has_prompt else 0)
-            if plan.num_rows == len(PROMPT_LENGTHS) and not plan.has_prompt:
+            if not plan.has_prompt and plan.num_rows > most:
+                most = plan.num_rows
                 inputs = op_inputs(p, step, rows, cache, config)
             scheduler.finish(plan, np.full(len(plan.output_rows), 2), ())
-    for kind, rows_a_step in (("prefill", 256), ("decode", len(PROMPT_LENGTHS))):
+    for kind, rows_a_step in (("prefill", 256), ("decode", len(lengths))):
         if seconds[kind]:
             middle = 1e3 * float(np.median(seconds[kind]))
             print(f"{kind}: {middle:.0f} ms a step of {rows_a_step} rows (median, compiled)")
@@ -293,6 +296,14 @@ def main() -> None:
     parser.add_argument(
         "--hidden-size", type=int, default=7168, help="less saves memory (%(default)s: the model's)"
     )
+    parser.add_argument(
+        "--prompts",
+        metavar="N",
+        type=int,
+        nargs="+",
+        default=PROMPT_LENGTHS,
+        help=f"lengths of the prompts of part 1 ({' '.join(map(str, PROMPT_LENGTHS))})",
+    )
     parser.add_argument("--no-kernel", action="store_true", help="never run the simulator")
     arguments = parser.parse_args()
     device = jax.devices()[0]
@@ -306,7 +317,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         print("1. One attention layer at its real size")
-        inputs = run_layer(folder / "layer", arguments.hidden_size)
+        inputs = run_layer(folder / "layer", arguments.hidden_size, arguments.prompts)
         if environment is not None:
             inputs.save(folder / "op.npz")
             check = run_child(environment, "examples.deepseek_v32.kernel_check", folder / "op.npz")

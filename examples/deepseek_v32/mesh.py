@@ -53,7 +53,7 @@ def make_mesh(data: int, tensor: int, config: Config) -> Mesh:
             raise ValueError(f"mesh: {tensor} does not divide {name} {getattr(config, name)}")
     devices = jax.devices()[: data * tensor]
     automatic = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh((data, tensor), (DATA, TENSOR), automatic, devices=devices)
+    return jax.make_mesh((data, tensor), (DATA, TENSOR), axis_types=automatic, devices=devices)
 
 
 def param_specs(config: Config, *, stacked: bool) -> Params:

@@ -62,17 +62,17 @@ def page_table(num_tokens: int, block_size: int) -> np.ndarray:
 class Subject:
     """This model, set up for one sequence, its parts compiled apart to be compared apart."""
 
-    def __init__(self, folder: str | Path, config: Config, tokens: np.ndarray, record_format: str):
+    def __init__(self, folder: str | Path, config: Config, tokens: np.ndarray, **formats: str):
         """Load the checkpoint.
 
         Args:
           folder: the checkpoint's.
           config: the model's.
           tokens: ``[n]``.
-          record_format: as in `Options`.
+          formats: ``record_format`` and ``index_format`` of `Options`.
         """
         self.config = config
-        self.options = Options(dtype=jnp.float32, record_format=record_format)
+        self.options = Options(dtype=jnp.float32, **formats)
         self.params = load_params(folder, config, dtype=jnp.float32)
         self.layers = (*self.params.dense, *self.params.sparse)
         n = len(tokens)
@@ -222,7 +222,7 @@ def main() -> None:
         write_random_checkpoint(folder, config, seed=SEED)
         for kind in ("bf16", "fp8"):
             recordings[kind] = record(folder, config, kind)
-            subject = Subject(folder, config, recordings[kind].tokens, kind)
+            subject = Subject(folder, config, recordings[kind].tokens, record_format=kind)
             layers = compare_layers(subject, recordings[kind])
             logits = compare_logits(subject, recordings[kind])
             selection = compare_selections(subject, recordings[kind])

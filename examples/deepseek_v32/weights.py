@@ -1,15 +1,15 @@
 """Reading a Hugging Face checkpoint into parameters: bfloat16, float32, or DeepSeek's fp8 blocks.
 
 Everything is checked against the configuration before any data is read. Tensors are then streamed
-one by one from memory-mapped files into the parameter arrays: beside the parameters at most one
-tensor is in memory.
+from memory-mapped files into the parameter arrays, large ones in pieces: no tensor is in memory
+twice.
 """
 
 import functools
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from examples.deepseek_v32.params import Leaf, Params, Tensor, checkpoint_tensor
 
 SCALE_SUFFIX = "_scale_inv"
 """A weight W in fp8 has float32 factors W_scale_inv, one for each block of 128 x 128."""
+
+PIECE_BYTES = 64 << 20
+"""Larger tensors are read in runs of rows of about this size."""
 
 _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -191,13 +194,30 @@ def load_params(
         index = (tensor.layer,) * (stacked and tensor.group is not None)
         if tensor.expert is not None:
             index += (tensor.expert,)
-        scale = None
-        if checkpoint.dtype(tensor.name) == "F8_E4M3":
-            scale = checkpoint.read(tensor.name + SCALE_SUFFIX)
-        store = _store(tensor.shape, tensor.rows, tensor.is_transposed, place)
-        data = checkpoint.read(tensor.name)
-        buffers[number] = store(buffer, data, scale, np.array(index, np.int32))
+        store = _store(len(leaf.shape), tensor.rows, tensor.is_transposed, place)
+        for begin, data, scale in _pieces(checkpoint, tensor):
+            starts = (*index, begin, *[0] * (len(tensor.shape) - 1))
+            buffer = store(buffer, data, scale, np.array(starts, np.int32))
+        buffers[number] = buffer
     return jax.tree.unflatten(tree, buffers)
+
+
+def _pieces(
+    checkpoint: Checkpoint, tensor: Tensor
+) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
+    """A tensor's data and fp8 factors by runs of rows, each with its first row."""
+    data = checkpoint.read(tensor.name)
+    scale = None
+    if checkpoint.dtype(tensor.name) == "F8_E4M3":
+        scale = checkpoint.read(tensor.name + SCALE_SUFFIX)
+    if tensor.rows is not None:
+        yield 0, data, scale
+        return
+    step = PIECE_BYTES * len(data) // max(data.nbytes, 1) // FP8_BLOCK * FP8_BLOCK
+    step = max(step, FP8_BLOCK)
+    for begin in range(0, len(data), step):
+        blocks = slice(begin // FP8_BLOCK, -(-(begin + step) // FP8_BLOCK))
+        yield begin, data[begin : begin + step], None if scale is None else scale[blocks]
 
 
 def _lookup(tree: Any, tensor: Tensor, stacked: bool) -> Any:
@@ -215,13 +235,11 @@ def _empty(shape: tuple[int, ...], dtype: Any, place: Any) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _store(
-    shape: tuple[int, ...], rows: tuple[int, int, int] | None, is_transposed: bool, place: Any
-) -> Any:
-    """A jitted function that converts one tensor into its place in a donated buffer."""
+def _store(ndim: int, rows: tuple[int, int, int] | None, is_transposed: bool, place: Any) -> Any:
+    """A jitted function that converts a piece of a tensor into its place in a donated buffer."""
 
     def store(
-        buffer: jax.Array, data: jax.Array, scale: jax.Array | None, index: jax.Array
+        buffer: jax.Array, data: jax.Array, scale: jax.Array | None, starts: jax.Array
     ) -> jax.Array:
         if scale is not None:
             data = dequantise(data, scale)
@@ -230,9 +248,8 @@ def _store(
             data = data.reshape(heads, -1, data.shape[-1])[:, begin:end]
         if is_transposed:
             data = jnp.swapaxes(data, -1, -2)
-        data = data.reshape((1,) * index.shape[0] + shape).astype(buffer.dtype)
-        starts = [*index, *[0] * len(shape)]
-        return lax.dynamic_update_slice(buffer, data, starts)
+        data = data.reshape((1,) * (ndim - data.ndim) + data.shape).astype(buffer.dtype)
+        return lax.dynamic_update_slice(buffer, data, list(starts))
 
     return jax.jit(store, donate_argnums=0, out_shardings=place)
 
