@@ -161,15 +161,12 @@ def test_stride_finds_the_rows_of_a_padded_block():
 
 def test_a_request_a_token_and_a_request_a_row():
     table = np.array([[5], [7]])
-    by_token = jsm.block_table_to_slots(
-        table, np.array([0, 1, 2]), np.array([1, 0, 1]), block_size=4
-    )
+    slots = slots_of(4, 4)
+    by_token = slots(table, np.array([0, 1, 2]), np.array([1, 0, 1]))
     np.testing.assert_array_equal(by_token, [28, 21, 30])
-    aligned = jsm.block_table_to_slots(
-        table, np.array([[0, 1], [2, 3]]), np.array([[1, 0], [0, 1]]), block_size=4
-    )
+    aligned = slots(table, np.array([[0, 1], [2, 3]]), np.array([[1, 0], [0, 1]]))
     np.testing.assert_array_equal(aligned, [[28, 21], [22, 31]])
-    default = jsm.block_table_to_slots(table, np.array([3, 4]), block_size=4)
+    default = slots(table, np.array([3, 4]))
     np.testing.assert_array_equal(default, [23, -1])
 
 

@@ -289,8 +289,14 @@ def compile_recipe(recipe, softmax_scale=None, implementation="reference"):
     return counts["cache_hits"], counts["compile_requests_use_cache"]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("recipe", [heads_recipe, context_recipe])
+@pytest.mark.parametrize(
+    ("recipe", "implementation"),
+    [
+        (heads_recipe, "reference"),
+        pytest.param(heads_recipe, "kernel", marks=pytest.mark.slow),
+        pytest.param(context_recipe, "kernel", marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_process_hits_the_compilation_cache(tmp_path, recipe, implementation):
     env = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),

@@ -79,8 +79,9 @@ def first_calls_then_new_backends(implementation):
 
 @pytest.mark.parametrize(
     ("implementation", "devices"),
-    [("reference", 2), pytest.param("kernel", 4, marks=pytest.mark.slow)],
+    [("reference", 2), ("kernel", 4)],
 )
+@pytest.mark.slow
 def test_first_calls_from_many_threads_on_many_devices(implementation, devices):
     child = Child(devices)
     child.call(first_calls_then_new_backends, implementation)
@@ -107,9 +108,9 @@ def options_side_by_side(implementation):
         list(pool.map(run, list(calls) * 2))
     for name, (out, lse) in results.items():
         expected = sunk if name == "sink" else plain
-        np.testing.assert_allclose(out, expected.out, atol=2e-2, rtol=2e-2, err_msg=name)
+        np.testing.assert_allclose(out, expected.out, atol=1e-3, rtol=2e-2, err_msg=name)
         np.testing.assert_allclose(lse, expected.lse, atol=1e-2, rtol=1e-3, err_msg=name)
-    assert np.abs(sunk.out - plain.out).max() > 0.1  # the options do differ
+    assert np.abs(sunk.out - plain.out).max() > 5e-3  # the options do differ
     if implementation == "kernel":
         # bfloat16 and float32 out, two scale formats; sink and split share the float32 out.
         assert len(module_loads()) == 3
