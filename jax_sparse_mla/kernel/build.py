@@ -29,9 +29,9 @@ from jax_sparse_mla.kernel.values import Output, no_output, values_of
 from jax_sparse_mla.kernel.workgroup import (
     Work,
     address,
-    find_last_entry,
     load_row,
     same_lane,
+    start_search,
     this_lane,
     this_work,
 )
@@ -45,7 +45,7 @@ class _SharedMemory:
 
 
 class _Arguments(NamedTuple):
-    """The kernel's arguments, in the order of contract.ARGUMENTS."""
+    """The kernel's arguments, in the order of contract.ARGUMENTS; pointers as 64-bit addresses."""
 
     q_latent: Value
     q_rope: Value
@@ -97,14 +97,14 @@ def build(specialisation: Specialisation) -> Callable[..., Any]:
         _compute_block(
             specialisation,
             _Arguments(
-                q_latent,
-                q_rope,
-                kv,
-                indices,
-                row_begin,
-                row_end,
-                out,
-                lse,
+                address(q_latent),
+                address(q_rope),
+                address(kv),
+                address(indices),
+                address(row_begin),
+                address(row_end),
+                address(out),
+                address(lse),
                 q_latent_row_stride,
                 q_latent_head_stride,
                 q_rope_row_stride,
@@ -171,6 +171,8 @@ def build(specialisation: Specialisation) -> Callable[..., Any]:
 
 def _compute_block(specialisation: Specialisation, a: _Arguments) -> None:
     """One workgroup's work, if there is any for it."""
+    # Opaque, or the compiler loads each where it is used, a wait every time.
+    a = _Arguments(*[isa.opaque_scalar(value) for value in a])
     work = this_work(a.num_heads, a.num_splits)
     isa.when(work.row < a.num_rows, lambda: _compute_row(specialisation, a, work), [])
 
@@ -186,8 +188,10 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
     row = load_row(work, a.indices, a.row_begin, a.row_end, a.num_indices)
     stream = stream_of(row, lane)
     first_indices, next_indices = (stream.load(fx.Int32(tile)) for tile in (0, 1))
-    last = find_last_entry(row, a.kv_rows, lane)
-    tiles = tiles_of(stream, last, address(a.kv), a.kv_rows, lane, lds_base)
+    search = start_search(row, lane)
+    query = quantise_q(raw_query, a.scale_log2e, order, lds_base)
+    last = search.last_entry(a.kv_rows)
+    tiles = tiles_of(stream, last, a.kv, a.kv_rows, lane, lds_base)
     num_tiles = (last.count + (lds.TILE - 1)) >> 7
 
     def load_side(scored: list[Value]) -> list[Value]:
@@ -199,7 +203,6 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
         return tiles.load_latent(slots, range(MOVES)) + load_side(scored) + unmasked
 
     first = isa.when(num_tiles > 0, first_records, None)
-    query = quantise_q(raw_query, a.scale_log2e, order, lds_base)
     factor = positive_factor(a.scale_log2e)
     scores = scores_of(order, lds_base)
     weights = weights_of(scores, lds_base)
@@ -241,7 +244,7 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
 def _query_place(a: _Arguments, work: Work) -> QueryPlace:
     def row(pointer: Value, stride: Value) -> Value:
         elements = fx.Uint64(fx.Uint32(work.query)) * fx.Uint64(fx.Uint32(stride))
-        return address(pointer) + elements * 2
+        return pointer + elements * 2
 
     return QueryPlace(
         latent=row(a.q_latent, a.q_latent_row_stride),

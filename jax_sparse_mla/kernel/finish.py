@@ -13,11 +13,11 @@ from jax_sparse_mla.kernel.instructions import Value
 from jax_sparse_mla.kernel.query import sum_of_groups
 from jax_sparse_mla.kernel.softmax import Total
 from jax_sparse_mla.kernel.values import Output
-from jax_sparse_mla.kernel.workgroup import Lane, Work, address
+from jax_sparse_mla.kernel.workgroup import Lane, Work
 
 
 class Destination(NamedTuple):
-    """Where results go."""
+    """Where results go, 64-bit addresses."""
 
     out: Value
     lse: Value
@@ -48,7 +48,7 @@ def finish(
     def store() -> list[Value]:
         size = 4 if destination.partial else 2
         column = lane.wave * 128 + lane.g * 4
-        where = address(destination.out) + number * (LATENT_DIM * size)
+        where = destination.out + number * (LATENT_DIM * size)
         where = where + fx.Uint64(fx.Uint32(column * size))
         for chunk, part in enumerate(output.parts):
             values = part * factor
@@ -57,7 +57,7 @@ def finish(
             isa.global_store(where, values, 16 * size * chunk, align=4 * size)
 
         def store_lse() -> list[Value]:
-            isa.global_store(address(destination.lse) + number * 4, lse)
+            isa.global_store(destination.lse + number * 4, lse)
             return []
 
         isa.when((lane.wave * 4 + lane.g) == 0, store_lse, [])

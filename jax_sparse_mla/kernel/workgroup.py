@@ -87,45 +87,63 @@ def load_row(
     where = fx.Uint64(fx.Uint32(work.row)) * 4
 
     def bound(pointer: Value) -> Value:
-        value = isa.first_lane(isa.global_load_constant(address(pointer) + where))
+        value = isa.first_lane(isa.global_load_constant(pointer + where))
         value = (value < 0).select(fx.Int32(0), value)
         return (value > num_indices).select(num_indices, value)
 
     begin, end = bound(row_begin), bound(row_end)
     length = (end > begin).select(end - begin, fx.Int32(0))
-    start = address(indices) + fx.Uint64(fx.Uint32(begin)) * 4
+    start = indices + fx.Uint64(fx.Uint32(begin)) * 4
     return Row(isa.BoundedWords(start, fx.Uint64(fx.Uint32(length)) * 4), length)
 
 
-def find_last_entry(row: Row, kv_rows: Value, lane: Lane) -> LastEntry:
-    """Search a row from its end for a valid entry; one without padding takes one step.
+class Search(NamedTuple):
+    """The search of a row from its end for a valid entry."""
 
-    The search is always made, since a row that masks anything needs a slot of its own to load.
-    """
-    first = (lane.g * 16 + lane.t) * _LANE_STEP
+    row: Row
+    first: Value
+    """Number of this lane's first entry in a step."""
+    begin: Value
+    """Where the step begins whose entries have been asked for; wave-uniform."""
+    found: Value
 
-    def not_found(state: list[Value]) -> Value:
-        end, count, _ = state
-        return (end > 0) & (count == 0)
-
-    def look_back(state: list[Value]) -> list[Value]:
-        end, count, slot = state
+    def _step(self, end: Value) -> tuple[Value, Value]:
         begin = (end > _STEP).select(end - _STEP, fx.Int32(0))
-        found = row.words.load(first * 4, begin * 4, _LANE_STEP)
-        position, own_slot = fx.Int32(-1), found[0]
-        for i in range(_LANE_STEP):
-            valid = (first + i < end - begin) & is_slot(found[i], kv_rows)
-            position = valid.select(first + i, position)
-            own_slot = valid.select(found[i], own_slot)
-        lanes = isa.ballot(position >= 0)
-        any_valid = lanes != fx.Uint64(0)
-        last = isa.highest_bit(any_valid.select(lanes, fx.Uint64(1)))
-        count = any_valid.select(begin + isa.read_lane(position, last) + 1, count)
-        slot = any_valid.select(isa.read_lane(own_slot, last), slot)
-        return [begin, count, slot]
+        return begin, self.row.words.load(self.first * 4, begin * 4, _LANE_STEP)
 
-    initial = [row.length, fx.Int32(0), fx.Int32(0)]
-    return LastEntry(*isa.repeat_while(initial, not_found, look_back)[1:])
+    def last_entry(self, kv_rows: Value) -> LastEntry:
+        """The row's last valid entry; a row without padding takes one step.
+
+        The search is always made, since a row that masks anything needs a slot of its own to load.
+        """
+
+        def look(end: Value, begin: Value, found: Value) -> list[Value]:
+            position, own_slot = fx.Int32(-1), found[0]
+            for i in range(_LANE_STEP):
+                valid = (self.first + i < end - begin) & is_slot(found[i], kv_rows)
+                position = valid.select(self.first + i, position)
+                own_slot = valid.select(found[i], own_slot)
+            lanes = isa.ballot(position >= 0)
+            any_valid = lanes != fx.Uint64(0)
+            last = isa.highest_bit(any_valid.select(lanes, fx.Uint64(1)))
+            count = begin + isa.read_lane(position, last) + 1
+            slot = isa.read_lane(own_slot, last)
+            return [begin, any_valid.select(count, fx.Int32(0)), slot]
+
+        first_look = look(self.row.length, self.begin, self.found)
+        _, count, slot = isa.repeat_while(
+            first_look,
+            lambda state: (state[0] > 0) & (state[1] == 0),
+            lambda state: look(state[0], *self._step(state[0])),
+        )
+        return LastEntry(count, slot)
+
+
+def start_search(row: Row, lane: Lane) -> Search:
+    """Ask for the entries of the search's first step."""
+    search = Search(row, (lane.g * 16 + lane.t) * _LANE_STEP, fx.Int32(0), fx.Int32(0))
+    begin, found = search._step(row.length)
+    return search._replace(begin=begin, found=found)
 
 
 _LANE_STEP = 4
