@@ -119,7 +119,8 @@ def parser() -> argparse.ArgumentParser:
     compute.add_argument(
         "--scan-layers",
         action="store_true",
-        help="compile one layer of each kind and loop, rather than every layer",
+        help="compile one layer of each kind and loop, rather than every layer; on the CPU only "
+        "with --dtype float32 or a small model, since XLA copies bfloat16 stacks there",
     )
 
     sizes = p.add_argument_group("sizes")
