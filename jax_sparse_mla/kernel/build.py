@@ -200,38 +200,37 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
     def first_records() -> list[Value]:
         slots = tiles.moved_slots(first_indices, fx.Int32(0))
         scored, unmasked = tiles.scored_slots(first_indices, fx.Int32(0))
-        return tiles.load_latent(slots, range(MOVES)) + load_side(scored) + unmasked
+        return tiles.load_latent(slots) + load_side(scored) + unmasked
 
     first = isa.when(num_tiles > 0, first_records, None)
     factor = positive_factor(a.scale_log2e)
     scores = scores_of(order, lds_base)
     weights = weights_of(scores, lds_base)
     values = values_of(lane, lds_base)
-    early, late = range(MOVES // 2), range(MOVES // 2, MOVES)
 
     def one_tile(tile: Value, state: list[Value]) -> list[Value]:
         # The latents of this tile have come to registers while the one before was worked on, and
-        # leave them for LDS; loads of the next one take their place, in parts, as registers fall
-        # free. Loads stay in flight across the barriers.
+        # leave them for LDS; loads of the next tile take their place, those of its rope parts as
+        # registers fall free. Loads stay in flight across the barriers. Past the last tile they
+        # read the row's last record again: a branch around them would make the compiler wait for
+        # more than it needs.
         latent, side, ahead, total, output = _unpack(state)
         tiles.stage(latent)
-        more = tile + 1 < num_tiles
         slots = tiles.moved_slots(ahead, tile + 1)
         scored, unmasked = tiles.scored_slots(ahead, tile + 1)
-        next_latent = isa.when(more, lambda: tiles.load_latent(slots, early), None)
+        next_latent = tiles.load_latent(slots)
         # A wave's scores need its own entries alone.
         products = scores.products(query, side, tiles)
         shares, top, total = softmax(products, factor, total)
         own_weights = weights.publish(shares, top, side)
-        next_late = isa.when(more, lambda: tiles.load_latent(slots, late), None)
         ahead = stream.load(tile + 2)
         # All waves' latents and weights are in LDS.
         isa.barrier()
         output = values.add_tile(output, own_weights)
-        next_side = isa.when(more, lambda: load_side(scored), None)
+        next_side = load_side(scored)
         # All waves have read them.
         isa.barrier()
-        next_records = next_latent + next_late + next_side + unmasked
+        next_records = next_latent + next_side + unmasked
         return _pack(next_records, ahead, total, output)
 
     initial = _pack(first, next_indices, nothing_yet(), no_output())
