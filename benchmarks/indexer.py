@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_sparse_mla.indexer import index_topk, select_topk
+from jax_sparse_mla import index_topk, select_topk
 
 
 def median_ms(function: Callable[..., Any], *arguments: Any, repeat: int) -> float:

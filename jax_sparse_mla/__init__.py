@@ -10,15 +10,8 @@ from .csr import (
     padded_to_csr,
     split_rows,
 )
-from .indexer import (
-    hadamard,
-    index_logits,
-    index_topk,
-    pack_index_keys,
-    select_topk,
-    unpack_index_keys,
-    write_index_keys,
-)
+from .index_keys import hadamard, pack_index_keys, unpack_index_keys, write_index_keys
+from .indexer import index_logits, index_topk
 from .lse import (
     apply_sink,
     lse_from_base2,
@@ -36,6 +29,7 @@ from .sharding import (
     sparse_mla_heads,
     sparse_mla_rows,
 )
+from .topk import select_topk
 
 __all__ = [
     "RecordFault",

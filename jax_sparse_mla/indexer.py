@@ -1,193 +1,25 @@
-"""The lightning indexer of DeepSeek sparse attention: index keys, index logits, exact top-k.
+"""The lightning indexer of DeepSeek sparse attention: index logits, and the tokens they select.
 
 A query row is a pair (request, position). It scores every cached token of its request up to and
 including its own position, ``logit[t] = sum_h weight[h] * relu(q[h] . key[t])``, and attends only
 the ``k`` best. Rows are independent: chunked prefill at any start, one-token decode and several
 draft tokens a request mix freely in one call.
 
-Index keys live in pages beside the records, ``key_cache [num_blocks, block_size, width]``:
-
-* ``bfloat16``, width 128: the key as it is.
-* one-byte dtype, width 132: bytes 0-127 the key in e4m3fn, bytes 128-131 its scale as a
-  little-endian float32, a power of two, ``2 ** ceil(log2(max(amax, 1e-4) / 448))``; the key is
-  value times scale.
-
-Token ``p`` of request ``r`` stands in block ``block_table[r, p // block_size]`` at offset ``p %
-block_size``.
+Keys and their cache: index_keys.py; the selection: topk.py.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-INDEX_DIM = 128
-"""Values of one index key."""
-PACKED_KEY_BYTES = INDEX_DIM + 4
-"""Bytes of one fp8 index key: its values, then a float32 scale."""
+from .index_keys import INDEX_DIM, PACKED_KEY_BYTES, is_packed, split_packed
+from .topk import select_topk
 
-_E4M3_MAX = 448.0
-_MIN_AMAX = 1e-4
 _TILE_TOKENS = 1024
 _MAX_BLOCK_ROWS = 64
 _LOGIT_BYTES = 32 << 20
-_RADIX_BITS = 2
-_WORD = 32
-
-
-# --- Index keys -----------------------------------------------------------------------------------
-
-
-def pack_index_keys(keys: jax.Array) -> jax.Array:
-    """Quantise index keys to e4m3fn with one power-of-two scale a key.
-
-    Args:
-      keys: ``[..., 128]``, any float dtype.
-
-    Returns:
-      ``[..., 132]`` uint8, the layout in the module's docstring. Relative error at most 2^-4 a
-      value, plus half of the smallest e4m3fn step at the key's scale.
-
-    Raises:
-      ValueError: the last axis is not 128.
-    """
-    if keys.ndim < 1 or keys.shape[-1] != INDEX_DIM:
-        raise ValueError(f"keys must have shape [..., {INDEX_DIM}], got {list(keys.shape)}")
-    keys = keys.astype(jnp.float32)
-    amax = jnp.maximum(jnp.max(jnp.abs(keys), axis=-1, keepdims=True), _MIN_AMAX)
-    # frexp gives amax / 448 = m * 2^e with 0.5 <= m < 1: the ceiling of the logarithm without a
-    # rounding log2.
-    mantissa, exponent = jnp.frexp(amax / _E4M3_MAX)
-    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    scale = jnp.ldexp(jnp.float32(1), exponent)
-    values = (keys / scale).astype(jnp.float8_e4m3fn)
-    value_bytes = lax.bitcast_convert_type(values, jnp.uint8)
-    scale_bytes = lax.bitcast_convert_type(scale, jnp.uint8).reshape(*keys.shape[:-1], 4)
-    return jnp.concatenate([value_bytes, scale_bytes], axis=-1)
-
-
-def unpack_index_keys(packed: jax.Array) -> jax.Array:
-    """Read fp8 index keys back.
-
-    Args:
-      packed: ``[..., 132]`` uint8, from `pack_index_keys`.
-
-    Returns:
-      ``[..., 128]`` float32.
-
-    Raises:
-      ValueError: the last axis is not 132.
-    """
-    if packed.ndim < 1 or packed.shape[-1] != PACKED_KEY_BYTES:
-        raise ValueError(
-            f"packed must have shape [..., {PACKED_KEY_BYTES}], got {list(packed.shape)}"
-        )
-    values, scale = _split_packed(packed)
-    return values.astype(jnp.float32) * scale[..., None]
-
-
-def write_index_keys(key_cache: jax.Array, slots: jax.Array, keys: jax.Array) -> jax.Array:
-    """Write index keys into their slots; in place when the caller donates the cache.
-
-    Args:
-      key_cache: ``[..., 128]`` bfloat16 or ``[..., 132]`` uint8; the leading axes are read as
-        slots.
-      slots: ``[n]`` int32. A slot that is negative or past the end writes nothing. Of equal slots
-        one of the keys is kept, which one is not specified.
-      keys: ``[n, 128]``, any float dtype; converted to the cache's format.
-
-    Returns:
-      The cache with the keys written, same shape and dtype.
-
-    Raises:
-      ValueError: a shape does not fit.
-      TypeError: the cache has neither of the two formats, or slots are not integers.
-    """
-    packed = _is_packed(key_cache)
-    if keys.ndim != 2 or keys.shape[1] != INDEX_DIM:
-        raise ValueError(f"keys must have shape [n, {INDEX_DIM}], got {list(keys.shape)}")
-    if slots.shape != keys.shape[:1]:
-        raise ValueError(f"slots must have shape [{keys.shape[0]}], got {list(slots.shape)}")
-    if not jnp.issubdtype(slots.dtype, jnp.integer):
-        raise TypeError(f"slots must be integers, got {slots.dtype}")
-    rows = pack_index_keys(keys) if packed else keys.astype(jnp.bfloat16)
-    flat = key_cache.reshape(-1, key_cache.shape[-1])
-    slots = jnp.where(slots < flat.shape[0], slots, -1).astype(jnp.int32)
-    # XLA's CPU backend widens all of a bfloat16 operand of a scatter to float32.
-    if packed:
-        flat = _scatter(flat, slots, rows)
-    else:
-        flat = lax.platform_dependent(flat, slots, rows, cpu=_write_one_by_one, default=_scatter)
-    return flat.reshape(key_cache.shape)
-
-
-def _scatter(flat: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    # A scatter wraps -1 to the last slot even when it drops what is out of bounds.
-    slots = jnp.where(slots < 0, flat.shape[0], slots)
-    return flat.at[slots].set(rows, mode="drop")
-
-
-def _write_one_by_one(flat: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    # The rows to write come first, and the loop ends behind them: XLA would copy the buffer if a
-    # skipped row read its old contents, or were skipped by a condition.
-    order = jnp.argsort(slots < 0, stable=True)
-
-    def write(i: jax.Array, flat: jax.Array) -> jax.Array:
-        row = lax.dynamic_index_in_dim(rows, order[i])
-        return lax.dynamic_update_index_in_dim(flat, row, slots[order[i]], 0)
-
-    return lax.fori_loop(0, jnp.sum(slots >= 0), write, flat) if flat.size else flat
-
-
-def hadamard(x: jax.Array) -> jax.Array:
-    """Rotate the last axis by the orthonormal Walsh-Hadamard matrix.
-
-    Applied to queries and to keys it leaves their dot products as they are and spreads outliers
-    over all values, so that fp8 keys lose less. Never apply it to one side alone.
-
-    Args:
-      x: ``[..., d]``, any float dtype, ``d`` a power of two.
-
-    Returns:
-      ``[..., d]`` in x's dtype; the sum is in float32.
-
-    Raises:
-      ValueError: ``d`` is not a power of two.
-    """
-    size = x.shape[-1]
-    if size & (size - 1) or size == 0:
-        raise ValueError(f"the last axis must be a power of two, got {size}")
-    matrix = np.ones((1, 1), np.float32)
-    while matrix.shape[0] < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    rotated = jnp.einsum(
-        "...d,de->...e", x, jnp.asarray(matrix, x.dtype), preferred_element_type=jnp.float32
-    )
-    return (rotated * size**-0.5).astype(x.dtype)
-
-
-def _is_packed(key_cache: jax.Array) -> bool:
-    width = key_cache.shape[-1] if key_cache.ndim else 0
-    if key_cache.dtype == jnp.bfloat16 and width == INDEX_DIM:
-        return False
-    if key_cache.dtype == jnp.uint8 and width == PACKED_KEY_BYTES:
-        return True
-    raise TypeError(
-        f"key_cache must be bfloat16 [..., {INDEX_DIM}] or uint8 [..., {PACKED_KEY_BYTES}], "
-        f"got {key_cache.dtype} {list(key_cache.shape)}"
-    )
-
-
-def _split_packed(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    values = lax.bitcast_convert_type(packed[..., :INDEX_DIM], jnp.float8_e4m3fn)
-    scale = lax.bitcast_convert_type(packed[..., INDEX_DIM:], jnp.float32)
-    return values, scale
-
-
-# --- Logits ---------------------------------------------------------------------------------------
 
 
 def index_logits(
@@ -209,7 +41,7 @@ def index_logits(
       q: ``[n, H, 128]`` float, RoPE applied. bfloat16 and float32 keep their dtype in the products,
         which are summed in float32.
       weights: ``[n, H]`` float32, the heads' weights times ``H ** -0.5 * 128 ** -0.5``.
-      key_cache: ``[num_blocks, block_size, 128 | 132]``, the formats in the module's docstring.
+      key_cache: ``[num_blocks, block_size, 128 | 132]``, in a format of index_keys.py.
       block_table: ``[num_requests, w]`` int32, each request's blocks in the order of its tokens. A
         negative entry or one past the cache is no block: its tokens are invisible.
       requests: ``[n]`` int32, each row's line of the block table.
@@ -293,7 +125,7 @@ def _check_rows(
             "key_cache must have shape [num_blocks, block_size, width], "
             f"got {list(key_cache.shape)}"
         )
-    _is_packed(key_cache)
+    is_packed(key_cache)
     if block_table.ndim != 2 or 0 in block_table.shape:
         raise ValueError(
             "block_table must have shape [num_requests, w], none of them 0, "
@@ -395,7 +227,7 @@ def _block_logits(
 def _tile_logits(q: jax.Array, weights: jax.Array, keys: jax.Array, pattern: str) -> jax.Array:
     scale = None
     if keys.shape[-1] == PACKED_KEY_BYTES:
-        keys, scale = _split_packed(keys)
+        keys, scale = split_packed(keys)
     dtype = jnp.promote_types(q.dtype, jnp.bfloat16)
     products = jnp.einsum(
         pattern, q.astype(dtype), keys.astype(dtype), preferred_element_type=jnp.float32
@@ -404,119 +236,3 @@ def _tile_logits(q: jax.Array, weights: jax.Array, keys: jax.Array, pattern: str
     # A key's scale is positive, so it passes through the relu and is applied once a token, not once
     # a head.
     return logits if scale is None else logits * scale
-
-
-# --- Selection ------------------------------------------------------------------------------------
-
-
-def select_topk(logits: jax.Array, k: int) -> jax.Array:
-    """Find the ``k`` largest entries of each row, exactly.
-
-    A radix search finds the k-th largest value, bit masks of what lies above it and at it are
-    compacted by counting bits: on a GPU faster than a sort (benchmarks/indexer.py). The CPU, where
-    `lax.top_k` is faster, uses that. Of equal entries at the boundary those at the lowest positions
-    are selected on every platform.
-
-    Args:
-      logits: ``[n, T]`` float32. -inf is never selected; NaN ranks below every number.
-      k: entries to select, 1 .. T.
-
-    Returns:
-      ``[n, k]`` int32 positions in no particular order, -1 behind them where fewer than k entries
-      are selectable.
-
-    Raises:
-      ValueError: logits have no two axes, or k is outside 1 .. T.
-      TypeError: logits are not float32.
-    """
-    if logits.ndim != 2:
-        raise ValueError(f"logits must have shape [n, T], got {list(logits.shape)}")
-    if not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"k must be in 1 .. {logits.shape[1]}, got {k}")
-    if logits.dtype != jnp.float32:
-        raise TypeError(f"logits must be float32, got {logits.dtype}")
-    return lax.platform_dependent(
-        _sortable(logits),
-        cpu=functools.partial(_select_by_sorting, k=k),
-        default=functools.partial(_select_by_radix, k=k),
-    )
-
-
-def _select_by_sorting(keys: jax.Array, *, k: int) -> jax.Array:
-    """`select_topk` of sortable keys; of equal ones `lax.top_k` takes the lowest positions."""
-    values, positions = lax.top_k(keys, k)
-    return jnp.where(values == 0, -1, positions.astype(jnp.int32))
-
-
-def _select_by_radix(keys: jax.Array, *, k: int) -> jax.Array:
-    """`select_topk` of sortable keys: what is above the k-th largest by position, then ties."""
-    width = keys.shape[1]
-    keys = jnp.pad(keys, ((0, 0), (0, -width % _WORD)))
-    # Threshold 0 would admit what is never selected; at 1 the row simply has fewer than k.
-    threshold = jnp.maximum(_kth_largest(keys, k), 1)[:, None]
-    words = jnp.concatenate([_pack_bits(keys > threshold), _pack_bits(keys == threshold)], axis=1)
-    return _first_set_bits(words, k)
-
-
-def _sortable(logits: jax.Array) -> jax.Array:
-    """uint32 keys in the order of the logits: 0 for -inf, 1 for NaN; both zeros are one value."""
-    bits = lax.bitcast_convert_type(logits, jnp.uint32)
-    bits = jnp.where(bits == jnp.uint32(1 << 31), 0, bits)
-    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-    keys = jnp.where(jnp.isnan(logits), jnp.uint32(1), keys)
-    return jnp.where(logits == -jnp.inf, jnp.uint32(0), keys)
-
-
-def _kth_largest(keys: jax.Array, k: int) -> jax.Array:
-    """The largest value that at least k entries of a row reach, ``[n]`` uint32, or 0."""
-    steps = jnp.arange(1, 1 << _RADIX_BITS, dtype=jnp.uint32)
-
-    def refine(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        shift = (32 - _RADIX_BITS * (i + 1)).astype(jnp.uint32)
-        reached = [
-            jnp.sum(keys >= (threshold | (step << shift))[:, None], axis=1, dtype=jnp.int32) >= k
-            for step in steps
-        ]
-        digit = functools.reduce(jnp.add, [flag.astype(jnp.uint32) for flag in reached])
-        return threshold | (digit << shift)
-
-    start = jnp.zeros(keys.shape[0], jnp.uint32)
-    return lax.fori_loop(0, 32 // _RADIX_BITS, refine, start)
-
-
-def _pack_bits(mask: jax.Array) -> jax.Array:
-    """``[n, T]`` bool to ``[n, T / 32]`` uint32, the lowest bit first."""
-    lanes = mask.reshape(mask.shape[0], -1, _WORD).astype(jnp.uint32)
-    return jnp.sum(lanes << jnp.arange(_WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-
-
-def _first_set_bits(words: jax.Array, k: int) -> jax.Array:
-    """Positions of the first k set bits of each row, ``[n, k]``; -1 past the last.
-
-    The words hold two masks of one row, one behind the other: bit positions count within each.
-    """
-    n, num_words = words.shape
-    ends = jnp.cumsum(lax.population_count(words).astype(jnp.int32), axis=1)
-    rank = jnp.arange(k, dtype=jnp.int32)[None, :]
-
-    # The first word whose running count passes the rank, by bisection.
-    word = jnp.zeros((n, k), jnp.int32)
-    for power in reversed(range((num_words - 1).bit_length())):
-        probe = word + (1 << power)
-        before = jnp.take_along_axis(ends, jnp.minimum(probe, num_words) - 1, axis=1)
-        word = jnp.where((probe < num_words) & (before <= rank), probe, word)
-    value = jnp.take_along_axis(words, word, axis=1)
-    left = rank - (
-        jnp.take_along_axis(ends, word, axis=1) - lax.population_count(value).astype(jnp.int32)
-    )
-
-    # The bit of that rank within the word, by halves.
-    bit = jnp.zeros((n, k), jnp.int32)
-    for half in (16, 8, 4, 2, 1):
-        low = (value >> bit.astype(jnp.uint32)) & jnp.uint32((1 << half) - 1)
-        count = lax.population_count(low).astype(jnp.int32)
-        skip = left >= count
-        bit = jnp.where(skip, bit + half, bit)
-        left = jnp.where(skip, left - count, left)
-    position = word % (num_words // 2) * _WORD + bit
-    return jnp.where(rank < ends[:, -1:], position, -1)

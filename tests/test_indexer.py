@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_sparse_mla import indexer
+from jax_sparse_mla import index_keys, indexer, topk
 
 HEADS = 4
 
@@ -54,19 +54,19 @@ class Pages:
         width = table_width or max(needed)
         blocks = r.permutation(sum(needed) + 3)
         self.table = np.full((len(lengths), width), -1, np.int32)
-        shape = (len(blocks), block_size, indexer.INDEX_DIM)
+        shape = (len(blocks), block_size, index_keys.INDEX_DIM)
         pages = np.full(shape, np.nan, ml_dtypes.bfloat16)
-        packed = np.full((*shape[:2], indexer.PACKED_KEY_BYTES), 0xFF, np.uint8)
+        packed = np.full((*shape[:2], index_keys.PACKED_KEY_BYTES), 0xFF, np.uint8)
         self.keys = []
         for request, (length, count) in enumerate(zip(lengths, needed, strict=True)):
             mine, blocks = blocks[:count], blocks[count:]
             self.table[request, :count] = mine
-            keys = r.standard_normal((length, indexer.INDEX_DIM)).astype(ml_dtypes.bfloat16)
+            keys = r.standard_normal((length, index_keys.INDEX_DIM)).astype(ml_dtypes.bfloat16)
             if fp8:
                 stored = [packed_key(key.astype(np.float32)) for key in keys]
                 for position, key in enumerate(stored):
                     packed[mine[position // block_size], position % block_size] = key
-                keys = np.asarray(indexer.unpack_index_keys(jnp.asarray(np.stack(stored))))
+                keys = np.asarray(index_keys.unpack_index_keys(jnp.asarray(np.stack(stored))))
             else:
                 for position, key in enumerate(keys):
                     pages[mine[position // block_size], position % block_size] = key
@@ -75,7 +75,7 @@ class Pages:
 
     def rows(self, rows, seed=1):
         r = rng(seed)
-        q = r.standard_normal((len(rows), HEADS, indexer.INDEX_DIM)).astype(ml_dtypes.bfloat16)
+        q = r.standard_normal((len(rows), HEADS, index_keys.INDEX_DIM)).astype(ml_dtypes.bfloat16)
         weights = r.standard_normal((len(rows), HEADS)).astype(np.float32)
         requests, positions = np.array(rows, np.int32).T
         return q, weights, self.cache, self.table, requests, positions
@@ -103,9 +103,9 @@ def test_pack_matches_layout():
         [keys, np.zeros((1, 128)), np.full((1, 128), 448.0), np.full((1, 128), 449)]
     )
     keys = keys.astype(np.float32)
-    packed = np.asarray(jax.jit(indexer.pack_index_keys)(keys))
+    packed = np.asarray(jax.jit(index_keys.pack_index_keys)(keys))
     np.testing.assert_array_equal(packed, np.stack([packed_key(key) for key in keys]))
-    back = np.asarray(indexer.unpack_index_keys(jnp.asarray(packed)))
+    back = np.asarray(index_keys.unpack_index_keys(jnp.asarray(packed)))
     scale = packed[:, 128:].copy().view("<f4")
     assert np.all(np.abs(back - keys) <= np.abs(keys) * 2.0**-4 + scale * 2.0**-10)
 
@@ -117,7 +117,7 @@ def test_write_skips_bad_slots_and_is_in_place(fp8):
     cache = jnp.full((4, 4, width), 7, dtype)
     slots = np.array([-1, 3, 15, 16, 2**31 - 1, -(2**31)], np.int32)
     before = np.asarray(cache.astype(jnp.float32)).reshape(16, width)
-    write = jax.jit(indexer.write_index_keys, donate_argnums=0)
+    write = jax.jit(index_keys.write_index_keys, donate_argnums=0)
     compiled = write.lower(cache, slots, keys).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == cache.nbytes
     large = jax.ShapeDtypeStruct((1 << 16, 4, width), dtype)
@@ -125,18 +125,18 @@ def test_write_skips_bad_slots_and_is_in_place(fp8):
     assert memory.temp_size_in_bytes < 1 << 16
     after = np.asarray(write(cache, slots, keys)).reshape(16, width)
     expected = before.copy()
-    rows = np.asarray(indexer.pack_index_keys(keys)) if fp8 else keys.astype(ml_dtypes.bfloat16)
+    rows = np.asarray(index_keys.pack_index_keys(keys)) if fp8 else keys.astype(ml_dtypes.bfloat16)
     expected[3], expected[15] = rows[1], rows[2]
     np.testing.assert_array_equal(after.astype(np.float32), expected)
 
 
 def test_hadamard_keeps_dot_products():
     a, b = rng().standard_normal((2, 10, 128)).astype(np.float32)
-    rotated = np.sum(np.asarray(indexer.hadamard(a)) * np.asarray(indexer.hadamard(b)), -1)
+    rotated = np.sum(np.asarray(index_keys.hadamard(a)) * np.asarray(index_keys.hadamard(b)), -1)
     np.testing.assert_allclose(rotated, np.sum(a * b, -1), atol=1e-4)
     spike = np.zeros((1, 128), np.float32)
     spike[0, 3] = 1
-    np.testing.assert_allclose(np.abs(indexer.hadamard(spike)), 128**-0.5, rtol=1e-6)
+    np.testing.assert_allclose(np.abs(index_keys.hadamard(spike)), 128**-0.5, rtol=1e-6)
 
 
 # --- Logits ---------------------------------------------------------------------------------------
@@ -219,13 +219,13 @@ def test_first_length_beyond_topk():
 @functools.partial(jax.jit, static_argnames="k")
 def by_sorting(logits, k):
     """What the CPU does."""
-    return indexer.select_topk(logits, k)
+    return topk.select_topk(logits, k)
 
 
 @functools.partial(jax.jit, static_argnames="k")
 def by_radix(logits, k):
     """What other platforms do."""
-    return indexer._select_by_radix(indexer._sortable(logits), k=k)
+    return topk._select_by_radix(topk._sortable(logits), k=k)
 
 
 both_ways = pytest.mark.parametrize("select", [by_sorting, by_radix])
@@ -313,6 +313,6 @@ def test_errors_name_the_argument(index, value, error, name):
 
 def test_k_out_of_range():
     with pytest.raises(ValueError, match="k must be in"):
-        indexer.select_topk(jnp.zeros((1, 4)), 5)
+        topk.select_topk(jnp.zeros((1, 4)), 5)
     with pytest.raises(ValueError, match="k must be at least"):
         indexer.index_topk(*map(jnp.asarray, Pages([20]).rows([(0, 3)])), k=0)

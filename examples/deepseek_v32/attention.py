@@ -9,8 +9,13 @@ from examples.deepseek_v32 import params, rope
 from examples.deepseek_v32.cache import Cache, write_tokens
 from examples.deepseek_v32.config import INDEX_DIM, LATENT_DIM, ROPE_DIM, Config
 from examples.deepseek_v32.options import Options
-from jax_sparse_mla import block_table_to_slots, layer_slots, sparse_mla_fwd
-from jax_sparse_mla.indexer import hadamard, index_topk
+from jax_sparse_mla import (
+    block_table_to_slots,
+    hadamard,
+    index_topk,
+    layer_slots,
+    sparse_mla_fwd,
+)
 
 LAYER_NORM_EPS = 1e-6
 """Of the index keys; like `LATENT_NORM_EPS` no part of config.json."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from examples.deepseek_v32.config import INDEX_DIM, LATENT_DIM, ROPE_DIM, Config
 from examples.deepseek_v32.options import Options
-from jax_sparse_mla import write_records
-from jax_sparse_mla.indexer import PACKED_KEY_BYTES, write_index_keys
+from jax_sparse_mla import write_index_keys, write_records
+from jax_sparse_mla.index_keys import PACKED_KEY_BYTES
 
 RECORD_BYTES = 656
 

@@ -26,8 +26,7 @@ from examples.deepseek_v32.mlp import feed_forward
 from examples.deepseek_v32.options import Options
 from examples.deepseek_v32.random_checkpoint import tiny_config, write_random_checkpoint
 from examples.deepseek_v32.weights import load_params
-from jax_sparse_mla import pack_records, unpack_records
-from jax_sparse_mla.indexer import index_topk, write_index_keys
+from jax_sparse_mla import index_topk, pack_records, unpack_records, write_index_keys
 
 SEED = 11
 """One of whose rows no two experts nearly tie: rounding would send such a row to the other."""
