@@ -200,7 +200,8 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
     def first_records() -> list[Value]:
         slots = tiles.moved_slots(first_indices, fx.Int32(0))
         scored, unmasked = tiles.scored_slots(first_indices, fx.Int32(0))
-        return tiles.load_latent(slots) + load_side(scored) + unmasked
+        latent = [x for move in range(MOVES) for x in tiles.load_latent(slots, move)]
+        return latent + load_side(scored) + unmasked
 
     first = isa.when(num_tiles > 0, first_records, None)
     factor = positive_factor(a.scale_log2e)
@@ -218,9 +219,14 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
         tiles.stage(latent)
         slots = tiles.moved_slots(ahead, tile + 1)
         scored, unmasked = tiles.scored_slots(ahead, tile + 1)
-        next_latent = tiles.load_latent(slots)
-        # A wave's scores need its own entries alone.
-        products = scores.products(query, side, tiles)
+        next_latent: list[Value] = []
+
+        def load_one(move: int) -> None:
+            next_latent.extend(tiles.load_latent(slots, move))
+
+        # A wave's scores need its own entries alone; at each of their steps one latent is asked
+        # for, so that the path to memory is not crowded.
+        products = scores.products(query, side, tiles, meanwhile=load_one)
         shares, top, total = softmax(products, factor, total)
         own_weights = weights.publish(shares, top, side)
         ahead = stream.load(tile + 2)

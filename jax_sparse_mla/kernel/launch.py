@@ -44,14 +44,14 @@ def sparse_mla_call(
       compiler.CompileError, ValueError: if there is no code object, see `compiler.code_object`.
       RuntimeError: if the shim is not built.
     """
-    shim.register()
+    shim.register_kernel()
     kernel = compiler.code_object(Specialisation(scale_format, partial))
     (m,), heads = row_begin.shape, q_latent.shape[1]
     out = jax.ShapeDtypeStruct(
         (m, heads, contract.LATENT_DIM), jnp.float32 if partial else jnp.bfloat16
     )
     lse = jax.ShapeDtypeStruct((m, heads), jnp.float32)
-    call = jax.ffi.ffi_call(shim.TARGET, (out, lse))
+    call = jax.ffi.ffi_call(shim.KERNEL_TARGET, (out, lse))
     result_out, result_lse = call(
         q_latent,
         q_rope,

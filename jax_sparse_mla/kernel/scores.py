@@ -33,10 +33,13 @@ class Scores(NamedTuple):
     block_lanes: list[Value]
     """Lanes (t, g) with g = block(j)."""
 
-    def products(self, query: Query, side: Side, tiles: Tiles) -> list[Value]:
+    def products(
+        self, query: Query, side: Side, tiles: Tiles, meanwhile: Callable[[int], None]
+    ) -> list[Value]:
         """Products of the staged entries with the query, a masked entry's far below all others.
 
-        A scale that the format does not allow makes the entry's products NaN.
+        A scale that the format does not allow makes the entry's products NaN. ``meanwhile(i)`` is
+        called at step i of 8, to issue what the matrix unit has time for.
         """
         zeros = Vector.filled(4, 0.0, fx.Float32)
         bias = [isa.mfma_f32(tiles.bias(side, s), self.one, zeros) for s in range(SUBTILES)]
@@ -44,7 +47,7 @@ class Scores(NamedTuple):
         reads = [(s, j) for j in range(BLOCKS) for s in range(SUBTILES)]
         # float32 has sums to keep in the registers that reading further ahead takes.
         ahead = 2 if self.order.scale_format == "pow2" else 1
-        records = _read_ahead(reads, ahead, lambda s, j: self._read(base, s, j))
+        records = _read_ahead(reads, ahead, lambda s, j: self._read(base, s, j), meanwhile)
         if self.order.scale_format == "pow2":
             scales = [_e8m0(bits) for bits in side.scales]
             sums = bias
@@ -94,13 +97,17 @@ class Scores(NamedTuple):
 
 
 def _read_ahead(
-    places: list[tuple[int, int]], ahead: int, read: Callable[[int, int], Value]
+    places: list[tuple[int, int]],
+    ahead: int,
+    read: Callable[[int, int], Value],
+    meanwhile: Callable[[int], None],
 ) -> Iterator[tuple[tuple[int, int], Value]]:
     """Each place with what was read there, reading ``ahead`` places before the use."""
     ready = [read(*place) for place in places[:ahead]]
     for number, place in enumerate(places):
         if number + ahead < len(places):
             ready.append(read(*places[number + ahead]))
+        meanwhile(number)
         isa.schedule_fence()
         yield place, ready.pop(0)
         isa.schedule_fence()

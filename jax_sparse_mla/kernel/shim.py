@@ -1,4 +1,4 @@
-"""Finds, checks and registers the FFI shim, the shared library that launches the kernel.
+"""Find, check and register the FFI shim, the shared library that launches the kernel.
 
 The library is built from ``csrc/`` when the package is installed and loads on any machine: HIP is
 opened by the first launch.
@@ -18,7 +18,7 @@ LIBRARY_NAME = "libjax_sparse_mla_shim.so"
 HIP_LIBRARY_VARIABLE = "JAX_SPARSE_MLA_HIP_LIBRARY"
 """Names a HIP library to open instead of the system's; the kernel then runs on "cpu" too."""
 
-TARGET = f"jax_sparse_mla_fwd_v{contract.VERSION}"
+KERNEL_TARGET = f"jax_sparse_mla_fwd_v{contract.VERSION}"
 """Name of the custom call's target; a program exported under another contract does not find it."""
 
 _lock = threading.Lock()
@@ -69,14 +69,19 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def register() -> None:
-    """Registers the custom call's target with XLA; calling it again does nothing.
+def register_kernel() -> None:
+    """Make the kernel's launch known to XLA in this process; calling it again does nothing.
 
-    The target is registered for "ROCM", whether such a device is there or not, and for "cpu" when
-    ``JAX_SPARSE_MLA_HIP_LIBRARY`` is set.
+    A process that only loads an exported program calls it before it calls the program. One that
+    traces the op need not: lowering the kernel calls it.
+
+    The custom call's target, ``KERNEL_TARGET``, is registered for "ROCM", whether such a device is
+    there or not, and for "cpu" when ``JAX_SPARSE_MLA_HIP_LIBRARY`` is set. Neither FlyDSL nor HIP
+    is looked for.
 
     Raises:
-      RuntimeError: as `load`.
+      RuntimeError: the shim is not built, cannot be loaded, or was built for another launch
+        contract.
     """
     platforms = {"ROCM": "jax_sparse_mla_execute"}
     if host_platform_enabled():
@@ -89,7 +94,7 @@ def register() -> None:
             capsules = {
                 stage: jax.ffi.pycapsule(getattr(library, name)) for stage, name in stages.items()
             }
-            jax.ffi.register_ffi_target(TARGET, capsules, platform=platform)
+            jax.ffi.register_ffi_target(KERNEL_TARGET, capsules, platform=platform)
             _registered.add(platform)
 
 

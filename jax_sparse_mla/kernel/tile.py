@@ -87,13 +87,10 @@ class Tiles(NamedTuple):
         within, valid = self._conditions(indices.moved, self.stream.moved, 0, tile)
         return (within & valid).select(indices.moved, self.last.slot)
 
-    def load_latent(self, slots: Value) -> list[Value]:
-        """Start loading latents: for each entry 8g + move, chunks t and 16 + t."""
-        result = []
-        for move in range(MOVES):
-            record = _record(self.moved_base, isa.broadcast_in_row(slots, move))
-            result += [isa.global_load(record, 4, offset) for offset in (0, LATENT_DIM // 2)]
-        return result
+    def load_latent(self, slots: Value, move: int) -> list[Value]:
+        """Start loading a latent, of entry 8g + move, chunks t and 16 + t."""
+        record = _record(self.moved_base, isa.broadcast_in_row(slots, move))
+        return [isa.global_load(record, 4, offset) for offset in (0, LATENT_DIM // 2)]
 
     def scored_slots(self, indices: Indices, tile: Value) -> tuple[list[Value], list[Value]]:
         """The slots of entries t and 16 + t, and Side.unmasked."""
