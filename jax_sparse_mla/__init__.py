@@ -1,6 +1,6 @@
 """Sparse multi-head latent attention for JAX."""
 
-from .attention import sparse_mla_fwd
+from .attention import sparse_mla_fwd, sparse_mla_partial
 from .csr import (
     block_table_to_slots,
     compact_csr,
@@ -12,6 +12,7 @@ from .csr import (
 )
 from .index_keys import hadamard, pack_index_keys, unpack_index_keys, write_index_keys
 from .indexer import index_logits, index_topk
+from .kernel.shim import KERNEL_TARGET, register_kernel
 from .lse import (
     apply_sink,
     lse_from_base2,
@@ -32,6 +33,7 @@ from .sharding import (
 from .topk import select_topk
 
 __all__ = [
+    "KERNEL_TARGET",
     "RecordFault",
     "RecordReport",
     "apply_sink",
@@ -54,11 +56,13 @@ __all__ = [
     "pack_index_keys",
     "pack_records",
     "padded_to_csr",
+    "register_kernel",
     "repack_records",
     "select_topk",
     "sparse_mla_context",
     "sparse_mla_fwd",
     "sparse_mla_heads",
+    "sparse_mla_partial",
     "sparse_mla_rows",
     "split_rows",
     "unpack_index_keys",

@@ -139,7 +139,7 @@ def _decision(wanted: bool) -> Finding:
 
 def _shim_and_hip(wanted: bool) -> Iterator[Finding]:
     try:
-        shim.register()
+        shim.register_kernel()
         hip_error = shim.hip_error()
     except RuntimeError as error:
         fix = "pip install --force-reinstall jax-sparse-mla (needs a C++17 compiler)"

@@ -61,7 +61,7 @@ def test_eager(problem):
 
 def test_jit(problem):
     lowered = jax.jit(kernel).lower(*problem.arrays)
-    assert lowered.as_text().count(f"custom_call @{shim.TARGET}") == 1
+    assert lowered.as_text().count(f"custom_call @{shim.KERNEL_TARGET}") == 1
     oracle.check(*lowered.compile()(*problem.arrays), problem.expected)
 
 
@@ -76,7 +76,7 @@ def test_csr_jit(problem):
 def test_rocm_lowering_runs_on_the_cpu(problem):
     """What a ROCm machine would run, through its own lowering rule."""
     lowered = jax.jit(attend).trace(*problem.arrays).lower(lowering_platforms=("rocm",))
-    assert f"custom_call @{shim.TARGET}" in lowered.as_text()
+    assert f"custom_call @{shim.KERNEL_TARGET}" in lowered.as_text()
     oracle.check(*lowered.compile()(*problem.arrays), problem.expected)
 
 
@@ -178,7 +178,7 @@ def test_export_carries_the_kernel(problem):
     exported = export.export(
         jax.jit(attend),
         platforms=("cpu", "rocm"),
-        disabled_checks=[export.DisabledSafetyCheck.custom_call(shim.TARGET)],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call(shim.KERNEL_TARGET)],
     )(*problem.arrays)
     again = export.deserialize(exported.serialize())
     assert b"ELF" in again.mlir_module_serialized

@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 from test_sharding import SCALE, Problem
 
 import jax_sparse_mla as jsm
-from jax_sparse_mla.kernel import shim
 
 # On the simulator a tile of one workgroup takes tens of milliseconds.
 IMPLEMENTATIONS = ("reference", pytest.param("kernel", marks=pytest.mark.slow))
 CHECKS = [
-    export.DisabledSafetyCheck.custom_call(shim.TARGET),
+    export.DisabledSafetyCheck.custom_call(jsm.KERNEL_TARGET),
     export.DisabledSafetyCheck.platform(),  # to run the rocm lowering on the CPU
 ]
 
@@ -71,9 +70,9 @@ def arguments(problem):
 
 
 def load_and_run(serialized, args):
-    """In the bare process: nothing but JAX and the shim's registration is needed."""
+    """In the bare process: nothing but JAX and the kernel's registration is needed."""
     assert not {"flydsl", "torch"} & set(sys.modules)
-    shim.register()
+    jsm.register_kernel()
     results = export.deserialize(bytearray(serialized)).call(*args)
     assert not {"flydsl", "torch"} & set(sys.modules)
     return [np.asarray(x) for x in results]
@@ -96,7 +95,7 @@ def test_export_runs_in_a_fresh_process(bare_process, platforms, implementation)
     exported = export.export(
         jax.jit(attend(implementation)), platforms=platforms, disabled_checks=CHECKS
     )(*arguments(problem))
-    assert (shim.TARGET in exported.mlir_module()) == (implementation == "kernel")
+    assert (jsm.KERNEL_TARGET in exported.mlir_module()) == (implementation == "kernel")
     got = bare_process.call(load_and_run, bytes(exported.serialize()), arguments(problem))
     problem.check(got, sink=True)
 
@@ -108,7 +107,7 @@ def test_by_default_rocm_gets_the_kernel_and_the_cpu_the_reference(bare_process)
         exported = export.export(
             jax.jit(attend(None)), platforms=platforms, disabled_checks=CHECKS
         )(*arguments(problem))
-        assert (shim.TARGET in exported.mlir_module()) == has_kernel
+        assert (jsm.KERNEL_TARGET in exported.mlir_module()) == has_kernel
         got = bare_process.call(load_and_run, bytes(exported.serialize()), arguments(problem))
         problem.check(got, sink=True)
 
@@ -248,7 +247,7 @@ def place_for(recipe, mesh, problem):
 
 def run_exported_recipe(serialized, recipe):
     assert not {"flydsl", "torch"} & set(sys.modules)
-    shim.register()
+    jsm.register_kernel()
     _, mesh = recipe("reference")
     problem = Problem(n=2, heads=8, records=64, width=40)
     loaded = export.deserialize(bytearray(serialized))

@@ -99,7 +99,7 @@ CODE = Path(sys.argv[1]).read_bytes()
 HIP = os.environ["JAX_SPARSE_MLA_HIP_LIBRARY"]
 
 
-def call(target=shim.TARGET, n=3, heads=16, q_dtype=jnp.bfloat16, code=CODE, **changed):
+def call(target=shim.KERNEL_TARGET, n=3, heads=16, q_dtype=jnp.bfloat16, code=CODE, **changed):
     """One jitted custom call, as the lowering makes it, on operands of zeros."""
     attributes = dict(
         code=code, code_hash=hashlib.sha256(code).digest(), symbol="sparse_mla", arch="gfx950",
@@ -158,7 +158,7 @@ def test_errors_reach_python(code_file: Path) -> None:
     """Faults become JaxRuntimeErrors with the shim's message, and the next call works."""
     run_python(
         """
-        shim.register()
+        shim.register_kernel()
         call()
         expect_error("INVALID_ARGUMENT.*'q_latent' must be BF16, got F32", q_dtype=jnp.float32)
         expect_error("'num_splits' must be at least 1, got 0", num_splits=np.int32(0))
@@ -182,7 +182,7 @@ def test_target_of_another_contract_is_named(code_file: Path) -> None:
     """A program exported under another contract names a target that nobody registered."""
     run_python(
         """
-        shim.register()
+        shim.register_kernel()
         expect_error("jax_sparse_mla_fwd_v0", target="jax_sparse_mla_fwd_v0")
         call()
         """,
@@ -193,7 +193,7 @@ def test_target_of_another_contract_is_named(code_file: Path) -> None:
 def test_another_device_arch_names_the_way_out(code_file: Path) -> None:
     run_python(
         """
-        shim.register()
+        shim.register_kernel()
         expect_error(
             'FAILED_PRECONDITION.*compiled for gfx950 but device 0 is gfx942.*"reference"'
         )
@@ -206,7 +206,7 @@ def test_another_device_arch_names_the_way_out(code_file: Path) -> None:
 def test_missing_hip_library_is_named(code_file: Path) -> None:
     run_python(
         """
-        shim.register()
+        shim.register_kernel()
         expect_error("UNAVAILABLE.*JAX_SPARSE_MLA_HIP_LIBRARY names: /nowhere/libamdhip64.so")
         """,
         code_file,
@@ -231,7 +231,7 @@ def test_one_load_a_device_over_threads_executables_and_backends(code_file: Path
             for thread in threads: thread.start()
             for thread in threads: thread.join()
 
-        registering = [threading.Thread(target=shim.register) for _ in range(16)]
+        registering = [threading.Thread(target=shim.register_kernel) for _ in range(16)]
         for thread in registering: thread.start()
         for thread in registering: thread.join()
         assert len(jax.devices()) == 4
@@ -241,7 +241,7 @@ def test_one_load_a_device_over_threads_executables_and_backends(code_file: Path
         assert launches == 8, launches
         backend.clear_backends()
         jax.clear_caches()
-        shim.register()
+        shim.register_kernel()
         everywhere()
         assert sorted(loads()) == [0, 1, 2, 3], loads()
         assert Control(HIP).launch_count() == 2 * launches
@@ -265,7 +265,7 @@ def test_grid_is_the_contracts(code_file: Path) -> None:
             return 0
 
         Control(HIP).library.simhip_set_launcher(launcher, None)
-        shim.register()
+        shim.register_kernel()
         shapes = [(1, 1), (7, 16), (7, 17), (8, 32), (9, 33), (16, 128), (3, 129), (1, 512)]
         for rows, heads in shapes:
             call(n=rows, heads=heads)
@@ -280,10 +280,10 @@ def test_registers_without_hip(code_file: Path) -> None:
     """On a machine without ROCm the target registers; only "cpu" needs a named library."""
     output = run_python(
         """
-        shim.register()
-        shim.register()
+        shim.register_kernel()
+        shim.register_kernel()
         print(sorted(shim._registered), shim.hip_error())
-        expect_error(shim.TARGET)
+        expect_error(shim.KERNEL_TARGET)
         """,
         code_file,
         JAX_SPARSE_MLA_HIP_LIBRARY="",
@@ -316,7 +316,7 @@ def test_shim_is_found_and_of_this_contract() -> None:
     path = shim.find()
     assert path is not None
     assert path.name == shim.LIBRARY_NAME
-    shim.register()
+    shim.register_kernel()
     assert shim.hip_error() is None
 
 
