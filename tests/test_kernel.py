@@ -214,6 +214,23 @@ def test_mixed_scales_under_a_balanced_softmax(partial):
     check(q, kv, draw(rng, [128, 300]), partial=partial)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1.0, 8.0, 0.1])
+def test_long_rows_meet_the_project_s_numbers(size):
+    rng = np.random.default_rng(22)
+    kv = oracle.random_records(rng, 4096)
+    check(random_query(rng, 1, 16, size), kv, draw(rng, [2048], 4096), 0.02 / max(size, 1.0))
+
+
+@pytest.mark.slow
+def test_long_rows_of_mixed_scales_meet_the_project_s_numbers():
+    rng = np.random.default_rng(23)
+    kv = oracle.random_records(rng, 4096, exponents=range(-20, 21))
+    q = random_query(rng, 2, 16)
+    q[..., :512] = 0
+    check(q, kv, draw(rng, [2048, 2048], 4096), 0.05)
+
+
 def test_weight_and_scale_that_cancel():
     """Entries of tiny weight and huge scale: what counts is the product."""
     rng = np.random.default_rng(12)
