@@ -221,7 +221,8 @@ def _self_test(implementation: str) -> Finding:
     detail = (
         f"one row, relative error of out {out_error:.1e}, absolute error of lse {lse_error:.1e}"
     )
-    if out_error > MAX_OUT_ERROR or lse_error > MAX_LSE_ERROR:
+    # Not "greater than": an error that is NaN must not pass.
+    if not (out_error <= MAX_OUT_ERROR and lse_error <= MAX_LSE_ERROR):
         return Finding(
             PROBLEM, subject, f"wrong: {detail}", "report it, with this output, as a bug"
         )
