@@ -38,6 +38,7 @@ def launch(
     num_splits: int = 1,
     scale_format: str = "pow2",
     partial: bool = False,
+    has_invalid: bool = False,
     order: Any = "round_robin",
     switch: Any = "barrier",
     strict: bool = True,
@@ -78,7 +79,7 @@ def launch(
         num_splits=num_splits,
         kv_rows=kv.size // contract.RECORD_BYTES,
         num_indices=indices.size,
-        flags=0,
+        flags=int(has_invalid),
     )
     specialisation = Specialisation(scale_format, partial)  # type: ignore[arg-type]
     code = kernel(specialisation)

@@ -298,6 +298,30 @@ def test_a_row_does_not_depend_on_its_neighbours():
         assert np.array_equal(alone[1][0], lse[row])
 
 
+def test_has_invalid_never_changes_a_bit():
+    rng = np.random.default_rng(22)
+    kv = oracle.random_records(rng, ROWS)
+    entries = [np.concatenate([draw(rng, [n])[0], np.full(300, -1)]) for n in (0, 20, 130)]
+    q = random_query(rng, 3, 16)
+    hinted, plain = (launch(q, kv, *rows_of(entries), SCALE, has_invalid=x) for x in (True, False))
+    assert np.array_equal(hinted[0].view(np.uint16), plain[0].view(np.uint16))
+    assert np.array_equal(hinted[1], plain[1])
+    compare(*hinted[:2], oracle.attention(q, kv, entries, SCALE), 430)
+
+
+def test_the_last_of_8192_rows_equals_the_first():
+    rng = np.random.default_rng(23)
+    kv = oracle.random_records(rng, ROWS)
+    rows = 8192
+    indices = rng.integers(0, ROWS, 150).astype(np.int32)
+    bounds = np.zeros(rows, np.int32), np.full(rows, len(indices), np.int32)
+    q = np.repeat(random_query(rng, 1, 2), rows, axis=0)
+    out, lse, _ = launch(q, kv, indices, *bounds, SCALE, workgroups=[0, rows - 1])
+    assert np.array_equal(out[0].view(np.uint16), out[-1].view(np.uint16))
+    assert np.array_equal(lse[0], lse[-1])
+    compare(out[-1:], lse[-1:], oracle.attention(q[:1], kv, [indices], SCALE), len(indices))
+
+
 def test_a_row_s_head_groups_are_on_one_xcd():
     """Workgroups that differ by a multiple of 8 are on one XCD; every (row, group) is done once."""
     rng = np.random.default_rng(18)
@@ -347,9 +371,10 @@ def test_random_wave_orders(order, scale_format, partial):
 
 
 def test_addresses_beyond_32_bits():
-    """Records past 5 GiB and rows of q and out past 2^32 bytes: only what is used exists."""
+    """Records past 5 GiB, rows of q and out past 2^32 bytes and 2^31 elements: only what is used
+    exists."""
     rng = np.random.default_rng(21)
-    heads, rows, row = 128, 29128, 29120
+    heads, rows, row = 128, 40000, 39995
     slots = np.array([2**31 // 656, 2**31 // 656 + 1, 2**32 // 656, 2**32 // 656 + 1, 8_500_000, 0])
     records = oracle.random_records(rng, len(slots))
     q = random_query(rng, 1, heads)
