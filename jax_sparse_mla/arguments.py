@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+INT32_MAX = 2**31 - 1
+
 
 def as_int32(name: str, value: ArrayLike) -> jax.Array:
     """The integer argument ``name`` as int32.
@@ -21,11 +23,21 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be an integer array, not {array.dtype}")
-    held, int32 = jnp.iinfo(array.dtype), jnp.iinfo(jnp.int32)
-    if held.max > int32.max:
-        lowest = max(int(held.min), int(int32.min))
-        array = array.clip(lowest, int(int32.max))
+    held = jnp.iinfo(array.dtype)
+    if held.max > INT32_MAX:
+        array = array.clip(max(int(held.min), -INT32_MAX - 1), INT32_MAX)
     return jnp.asarray(array.astype(jnp.int32))
+
+
+def as_array(name: str, value: object) -> jax.Array:
+    """The argument ``name``, which must be an array already, as a JAX array.
+
+    Raises:
+      TypeError: value is no JAX nor NumPy array.
+    """
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an array, not {type(value).__name__}")
+    return jnp.asarray(value)
 
 
 def as_floating(name: str, value: ArrayLike) -> jax.Array:

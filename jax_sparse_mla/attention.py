@@ -12,19 +12,12 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_sparse_mla.arguments import as_int32, check_choice
-from jax_sparse_mla.kernel.contract import LATENT_DIM, RECORD_BYTES, ROPE_DIM
+from jax_sparse_mla.arguments import INT32_MAX, as_array, as_int32, check_choice
+from jax_sparse_mla.kernel.contract import LATENT_DIM, ROPE_DIM
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.lse import apply_sink
 from jax_sparse_mla.primitive import Params, sparse_mla
-
-WHOLE_DIM = LATENT_DIM + ROPE_DIM
-
-# Records of other systems, by their size in bytes: what to say to whoever passes them.
-_FOREIGN_RECORDS = {
-    576: "576-byte records hold one fp8 scale per tensor (SGLang on ROCm) and cannot be read",
-    584: "584-byte records (FlashMLA's MODEL1: 448 fp8 latents, e8m0 scales) cannot be read",
-}
+from jax_sparse_mla.records import check_record_array
 
 
 def sparse_mla_fwd(
@@ -192,7 +185,7 @@ def _queries(q: Any) -> tuple[Array, Array]:
     """The operands q_latent and q_rope; a whole q serves as both, so that nothing is sliced or
     copied."""
     if not isinstance(q, tuple | list):
-        whole = _query("q", q, WHOLE_DIM)
+        whole = _query("q", q, LATENT_DIM + ROPE_DIM)
         return whole, whole
     if len(q) != 2:
         raise ValueError(f"q must be an array or the pair (q_latent, q_rope), not {len(q)} arrays")
@@ -206,7 +199,7 @@ def _queries(q: Any) -> tuple[Array, Array]:
 
 
 def _query(name: str, value: Any, dim: int) -> Array:
-    array = _array(name, value)
+    array = as_array(name, value)
     if array.dtype != jnp.bfloat16:
         raise TypeError(
             f"{name} must be bfloat16, not {array.dtype}; rounding it is the caller's decision: "
@@ -218,32 +211,18 @@ def _query(name: str, value: Any, dim: int) -> Array:
 
 
 def _records(kv_buffer: Any) -> Array:
-    array = _array("kv_buffer", kv_buffer)
-    size = array.shape[-1] if array.ndim >= 2 else None
-    if array.dtype == jnp.bfloat16:
-        if size != WHOLE_DIM:
-            raise ValueError(
-                f"kv_buffer of bfloat16 must be [..., {WHOLE_DIM}], not {list(array.shape)}"
-            )
-    elif array.dtype not in (jnp.uint8, jnp.int8, jnp.float8_e4m3fn):
-        raise TypeError(
-            f"kv_buffer must be uint8, int8 or float8_e4m3fn records [..., {RECORD_BYTES}], or "
-            f"bfloat16 [..., {WHOLE_DIM}], not {array.dtype}"
-        )
-    elif size != RECORD_BYTES:
-        foreign = f": {_FOREIGN_RECORDS[size]}" if size in _FOREIGN_RECORDS else ""
-        raise ValueError(
-            f"kv_buffer must be [..., {RECORD_BYTES}] records of fp8_ds_mla, "
-            f"not {list(array.shape)}{foreign}"
-        )
+    array = as_array("kv_buffer", kv_buffer)
+    check_record_array("kv_buffer", array.shape, array.dtype, or_unquantised=True)
+    if array.ndim < 2:
+        raise ValueError(f"kv_buffer must be rows of records, not {list(array.shape)}")
     kv = array.reshape(-1, array.shape[-1]) if array.size else array.reshape(0, array.shape[-1])
-    if isinstance(kv.shape[0], int) and kv.shape[0] > 2**31 - 1:
+    if isinstance(kv.shape[0], int) and kv.shape[0] > INT32_MAX:
         raise ValueError(f"kv_buffer must hold at most 2**31 - 1 records, not {kv.shape[0]}")
     return kv
 
 
 def _sink(attn_sink: Any, num_heads: int) -> Array:
-    array = _array("attn_sink", attn_sink)
+    array = as_array("attn_sink", attn_sink)
     if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"attn_sink must be float32, not {array.dtype}")
     if array.shape != (num_heads,):
@@ -251,12 +230,6 @@ def _sink(attn_sink: Any, num_heads: int) -> Array:
             f"attn_sink must be [{num_heads}], one for each head of q, not {list(array.shape)}"
         )
     return array.astype(jnp.float32)
-
-
-def _array(name: str, value: Any) -> Array:
-    if not isinstance(value, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be an array, not {type(value).__name__}")
-    return jnp.asarray(value)
 
 
 def _params(

@@ -11,12 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .arguments import as_int32
-
-TILE = 128
-"""Entries the kernel takes at a time."""
-
-_INT32_MAX = 2**31 - 1
+from jax_sparse_mla.arguments import INT32_MAX, as_int32
+from jax_sparse_mla.kernel.contract import TILE
 
 
 def padded_to_csr(
@@ -204,7 +200,7 @@ def block_table_to_slots(
         return jnp.full(positions.shape, -1, jnp.int32)
     block = block_table[request, position // block_size]
     offset = position % block_size
-    inside &= (block >= 0) & (block <= (_INT32_MAX - offset) // block_stride)
+    inside &= (block >= 0) & (block <= (INT32_MAX - offset) // block_stride)
     return jnp.where(inside, jnp.where(inside, block, 0) * block_stride + offset, -1)
 
 

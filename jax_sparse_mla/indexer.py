@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .index_keys import INDEX_DIM, PACKED_KEY_BYTES, is_packed, split_packed
-from .topk import select_topk
+from jax_sparse_mla.index_keys import INDEX_DIM, PACKED_KEY_BYTES, is_packed, split_packed
+from jax_sparse_mla.topk import select_topk
 
 _TILE_TOKENS = 1024
 _MAX_BLOCK_ROWS = 64

@@ -1,5 +1,7 @@
-"""What one device runs: fold the batch axes, then the reference, or the kernel with its splits and
-merge."""
+"""What one device runs: the reference, or the kernel with its splits and merge.
+
+Either takes operands without batch axes: these are folded into the rows first.
+"""
 
 import math
 from typing import Any
@@ -8,20 +10,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_sparse_mla import platform
-from jax_sparse_mla.kernel.contract import HEADS_PER_GROUP
+from jax_sparse_mla.arguments import INT32_MAX
+from jax_sparse_mla.csr import split_rows
+from jax_sparse_mla.kernel.contract import HEADS_PER_GROUP, TILE
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
-from jax_sparse_mla.reference import (
-    CPU_TILING,
-    gpu_tiling,
-    nothing,
-    sparse_mla_reference,
-)
+from jax_sparse_mla.lse import merge_attention
+from jax_sparse_mla.reference import CPU_TILING, gpu_tiling, nothing, sparse_mla_reference
 
 MAX_INDICES = 2**31 - 1024
 """Positions in the folded index stream are int32, and the last tile may look past the end."""
 
-TILE = 128
 MAX_SPLITS = 64
+"""The most parts that `choose_num_splits` cuts a row in."""
 
 
 def fold(
@@ -47,7 +47,7 @@ def fold(
 
     num_caches = math.prod(kv_batch)
     if num_caches > 1:
-        if isinstance(kv_rows, int) and num_caches * kv_rows > 2**31 - 1:
+        if isinstance(kv_rows, int) and num_caches * kv_rows > INT32_MAX:
             raise ValueError(
                 f"kv_buffer: {num_caches} caches of {kv_rows} records under vmap are more than "
                 "2**31 - 1 records"
@@ -124,10 +124,8 @@ def run_kernel(
     scale_format: ScaleFormat,
 ) -> tuple[Array, Array]:
     """The op through the gfx950 kernel: one launch, and a merge where rows are split."""
-    # FlyDSL and the shim are looked for only where the kernel is lowered.
-    from jax_sparse_mla.csr import split_rows
+    # What compiles and launches is imported only where the kernel is lowered.
     from jax_sparse_mla.kernel.launch import sparse_mla_call
-    from jax_sparse_mla.lse import merge_attention
 
     shape, (q_latent, q_rope, kv, indices, begin, end) = fold(*operands)
     n, num_heads, _ = q_latent.shape

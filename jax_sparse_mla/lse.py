@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from .arguments import as_floating
+from jax_sparse_mla.arguments import as_floating
 
 _LN_2 = math.log(2.0)
 

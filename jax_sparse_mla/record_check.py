@@ -11,20 +11,22 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .arguments import check_choice
-from .kernel.contract import RECORD_BYTES
-from .kernel.specialisation import ScaleFormat
-from .records import (
-    E4M3_MAX,
-    EXPONENT_BITS,
+from jax_sparse_mla.arguments import check_choice
+from jax_sparse_mla.kernel.contract import RECORD_BYTES
+from jax_sparse_mla.kernel.specialisation import ScaleFormat
+from jax_sparse_mla.records import (
     GROUP,
-    MANTISSA_BITS,
-    MANTISSA_WIDTH,
     as_record_array,
     check_record_array,
     join_record,
-    scale_is_usable,
     split_record,
+)
+from jax_sparse_mla.scales import (
+    E4M3_MAX,
+    EXPONENT_BITS,
+    MANTISSA_BITS,
+    MANTISSA_WIDTH,
+    scale_is_usable,
 )
 
 _CHUNK_RECORDS = 1 << 16

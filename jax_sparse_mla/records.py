@@ -16,7 +16,6 @@ A latent value is its code times its group's scale. The format is vLLM's and Fla
 """
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,32 +23,26 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from .arguments import as_floating, as_int32, check_choice
-from .kernel.contract import LATENT_DIM, RECORD_BYTES, ROPE_DIM
-from .kernel.specialisation import ScaleFormat
-
-ScaleRule = Literal["pow2", "pow2_fine", "float32"]
+from jax_sparse_mla.arguments import as_floating, as_int32, check_choice
+from jax_sparse_mla.kernel.contract import LATENT_DIM, RECORD_BYTES, ROPE_DIM
+from jax_sparse_mla.kernel.specialisation import ScaleFormat
+from jax_sparse_mla.scales import ScaleRule, scale_is_usable, scale_of_group
 
 GROUP = 128
 """Latent values that share one scale."""
 NUM_GROUPS = LATENT_DIM // GROUP
-E4M3_MAX = 448.0
-"""The largest finite float8_e4m3fn."""
-
-# Fields of a float32, to make and judge scales by their bits: exact, where log2, exp2 and subnormal
-# arithmetic are not.
-SIGN_BIT = -(2**31)
-EXPONENT_BITS = 0x7F800000
-MANTISSA_BITS = 0x007FFFFF
-MANTISSA_WIDTH = 23
-_MIN_NORMAL = 2.0**-126
+SCALES_END = LATENT_DIM + 4 * NUM_GROUPS
+"""Where a record's scales end and its rope begins, in bytes."""
+UNQUANTISED_DIM = LATENT_DIM + ROPE_DIM
+"""Values of an unquantised bfloat16 record, which only the reference reads."""
 
 # Below this many tokens a comparison of all pairs beats a sort (one fused kernel, no launch chain).
 _PAIRWISE_TOKENS = 512
 
-_OTHER_RECORDS = {
-    576: "576 bytes is SGLang's per-tensor fp8 record, which holds no scales",
-    584: "584 bytes is FlashMLA's MODEL1 record (448 latent values, e8m0 scales)",
+# Records of other systems, by their size in bytes: what to say to whoever passes them.
+_FOREIGN_RECORDS = {
+    576: "576-byte records hold one fp8 scale per tensor (SGLang on ROCm) and cannot be read",
+    584: "584-byte records (FlashMLA's MODEL1: 448 fp8 latents, e8m0 scales) cannot be read",
 }
 
 
@@ -86,7 +79,7 @@ def pack_records(
     check_choice("scale_rule", scale_rule, ScaleRule)
     leading = latent.shape[:-1]
     groups = latent.astype(jnp.float32).reshape(*leading, NUM_GROUPS, GROUP)
-    scale = _group_scale(jnp.max(jnp.abs(groups), axis=-1), scale_rule)
+    scale = scale_of_group(jnp.max(jnp.abs(groups), axis=-1), scale_rule)
     codes = (groups / scale[..., None]).astype(jnp.float8_e4m3fn)
     return join_record(codes.reshape(latent.shape), scale, rope.astype(jnp.bfloat16))
 
@@ -191,21 +184,6 @@ def _scatter_targets(slots: jax.Array, num_rows: int) -> jax.Array:
     return jnp.where(inside & ~overwritten, row, num_rows + position)
 
 
-def _group_scale(amax: jax.Array, scale_rule: ScaleRule) -> jax.Array:
-    if scale_rule == "float32":
-        return jnp.maximum(amax / E4M3_MAX, _MIN_NORMAL)
-    # 448 = 1.75 * 2**8: amax / 448 rounds up to 2**(e - 8) if amax's mantissa is at most 1.75, else
-    # to 2**(e - 7).
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    above_1_75 = MANTISSA_BITS - 0x600000
-    rounded_up = ((bits + above_1_75) & EXPONENT_BITS) - (8 << MANTISSA_WIDTH)
-    # Rounding up keeps order, so the floor can be rounded first: 1e-4 to 2**-13, 1e-4 / 448 to
-    # 2**-22.
-    floor = np.float32(2.0**-13 if scale_rule == "pow2" else 2.0**-22).view(np.int32)
-    scale = lax.bitcast_convert_type(jnp.maximum(rounded_up, floor), jnp.float32)
-    return jnp.where(jnp.isfinite(amax), scale, amax)
-
-
 def join_record(codes: jax.Array, scale: jax.Array, rope: jax.Array) -> jax.Array:
     """Join codes [..., 512], scale [..., 4] and rope [..., 64], of 1, 4 and 2 bytes, to uint8."""
     return jnp.concatenate([_to_bytes(part) for part in (codes, scale, rope)], axis=-1)
@@ -213,11 +191,10 @@ def join_record(codes: jax.Array, scale: jax.Array, rope: jax.Array) -> jax.Arra
 
 def split_record(record_bytes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Split [..., 656] uint8 into float8_e4m3fn codes, int32 bits of the scales, bfloat16 rope."""
-    scale_end = LATENT_DIM + 4 * NUM_GROUPS
     return (
         lax.bitcast_convert_type(record_bytes[..., :LATENT_DIM], jnp.float8_e4m3fn),
-        _from_bytes(record_bytes[..., LATENT_DIM:scale_end], jnp.int32),
-        _from_bytes(record_bytes[..., scale_end:], jnp.bfloat16),
+        _from_bytes(record_bytes[..., LATENT_DIM:SCALES_END], jnp.int32),
+        _from_bytes(record_bytes[..., SCALES_END:], jnp.bfloat16),
     )
 
 
@@ -238,31 +215,47 @@ def _from_bytes(record_bytes: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, parts), dtype)
 
 
-def scale_is_usable(scale_bits: jax.Array, scale_format: ScaleFormat) -> jax.Array:
-    """Whether a scale, given as the bits of its float32, means a number in the format."""
-    exponent = scale_bits & EXPONENT_BITS
-    finite = exponent != EXPONENT_BITS
-    if scale_format == "float32":
-        return finite
-    power_of_two = finite & ((scale_bits & (SIGN_BIT | MANTISSA_BITS)) == 0)
-    return power_of_two | ((scale_bits & ~SIGN_BIT) == 0)  # zero of either sign
-
-
 def as_record_array(name: str, records: ArrayLike) -> jax.Array:
-    """The argument ``name`` as an array of records; errors as the public functions document."""
+    """The argument ``name`` as an array of records; errors as `check_record_array`."""
     records = jnp.asarray(records)
     check_record_array(name, records.shape, records.dtype)
     return records
 
 
-def check_record_array(name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raise unless shape is [..., 656] and dtype uint8, int8 or float8_e4m3fn."""
+def check_record_array(
+    name: str, shape: tuple[int, ...], dtype: np.dtype, *, or_unquantised: bool = False
+) -> None:
+    """Raise unless the argument ``name`` is an array of records.
+
+    Args:
+      name: the argument's name.
+      shape: its shape, which must be [..., 656].
+      dtype: its dtype, which must be uint8, int8 or float8_e4m3fn.
+      or_unquantised: [..., 576] bfloat16 will do too.
+
+    Raises:
+      TypeError: the dtype is another.
+      ValueError: the last axis is another; records of other systems are named.
+    """
+    size = shape[-1] if shape else None
+    if or_unquantised and dtype == jnp.bfloat16:
+        if size != UNQUANTISED_DIM:
+            raise ValueError(
+                f"{name} of bfloat16 must be [..., {UNQUANTISED_DIM}], not {list(shape)}"
+            )
+        return
     if dtype not in (jnp.uint8, jnp.int8, jnp.float8_e4m3fn):
-        raise TypeError(f"{name} must be uint8, int8 or float8_e4m3fn, not {dtype}")
-    if not shape or shape[-1] != RECORD_BYTES:
-        known = _OTHER_RECORDS.get(shape[-1]) if shape else None
-        hint = f" ({known})" if known else ""
-        raise ValueError(f"{name} must be [..., {RECORD_BYTES}], not {list(shape)}{hint}")
+        other = f" [..., {RECORD_BYTES}], or bfloat16 [..., {UNQUANTISED_DIM}]"
+        raise TypeError(
+            f"{name} must be uint8, int8 or float8_e4m3fn{other if or_unquantised else ''}, "
+            f"not {dtype}"
+        )
+    if size != RECORD_BYTES:
+        known = f"an fp8_ds_mla record has {RECORD_BYTES} bytes"
+        raise ValueError(
+            f"{name} must be [..., {RECORD_BYTES}], not {list(shape)}: "
+            f"{_FOREIGN_RECORDS.get(size or 0, known)}"
+        )
 
 
 def _latent_and_rope(latent: ArrayLike, rope: ArrayLike) -> tuple[jax.Array, jax.Array]:

@@ -9,10 +9,11 @@ What it computes, for row r with the entries ``indices[row_begin[r] : row_end[r]
 
 How: one block of rows after the other, and within it one tile of entries after the other, with the
 running maximum, sum and output of the online softmax (Milakov and Gimelshein, arXiv:1805.02867).
-Nothing of the size of (rows, entries) is
-ever held, and a block stops at its longest row. On the CPU a row's result is the same bits whatever
-its position and neighbours. On a GPU it is so among calls of the same shapes: by the shapes, the
-work is cut, and the library of matrix products picks its kernel.
+Nothing of the size of (rows, entries) is ever held, and a block stops at its longest row.
+
+On the CPU a row's result is the same bits whatever its position and neighbours. On a GPU it is so
+among calls of the same shapes: by the shapes the work is cut, and the library of matrix products
+picks its kernel.
 """
 
 from typing import Literal, NamedTuple
@@ -23,6 +24,8 @@ from jax.typing import DTypeLike
 
 from jax_sparse_mla.kernel.contract import LATENT_DIM, ROPE_DIM
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
+from jax_sparse_mla.records import GROUP, NUM_GROUPS, SCALES_END
+from jax_sparse_mla.scales import scale_is_usable
 
 
 class Tiling(NamedTuple):
@@ -207,20 +210,14 @@ def decode(record: Array, scale_format: ScaleFormat) -> Array:
         return record
     record = lax.bitcast_convert_type(record, jnp.uint8)
     leading = record.shape[:-1]
-    scale = lax.bitcast_convert_type(record[..., 512:528].reshape(*leading, 4, 4), jnp.float32)
-    scale = jnp.where(_allowed(scale, scale_format), scale, jnp.nan)
-    value = decode_e4m3fn(record[..., :512]).reshape(*leading, 4, 128)
+    codes, scales, rope = jnp.split(record, [LATENT_DIM, SCALES_END], -1)
+    scale_bits = lax.bitcast_convert_type(scales.reshape(*leading, NUM_GROUPS, 4), jnp.int32)
+    usable = scale_is_usable(scale_bits, scale_format)
+    scale = jnp.where(usable, lax.bitcast_convert_type(scale_bits, jnp.float32), jnp.nan)
+    value = decode_e4m3fn(codes).reshape(*leading, NUM_GROUPS, GROUP)
     latent = (value * scale[..., None]).reshape(*leading, LATENT_DIM)
-    rope = lax.bitcast_convert_type(record[..., 528:].reshape(*leading, ROPE_DIM, 2), jnp.bfloat16)
+    rope = lax.bitcast_convert_type(rope.reshape(*leading, ROPE_DIM, 2), jnp.bfloat16)
     return jnp.concatenate([latent, rope.astype(jnp.float32)], -1)
-
-
-def _allowed(scale: Array, scale_format: ScaleFormat) -> Array:
-    if scale_format == "float32":
-        return jnp.isfinite(scale)
-    bits = lax.bitcast_convert_type(scale, jnp.uint32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    return ((exponent >= 1) & (exponent <= 254) & (mantissa == 0)) | (bits << 1 == 0)
 
 
 def decode_e4m3fn(code: Array) -> Array:

@@ -22,10 +22,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from .arguments import as_int32
-from .attention import sparse_mla_fwd, sparse_mla_partial
-from .csr import TILE, compact_csr, compact_rows
-from .lse import apply_sink, merge_weights, weigh
+from jax_sparse_mla.arguments import as_int32
+from jax_sparse_mla.attention import sparse_mla_fwd, sparse_mla_partial
+from jax_sparse_mla.csr import TILE, compact_csr, compact_rows
+from jax_sparse_mla.lse import apply_sink, merge_weights, weigh
 
 Queries = ArrayLike | tuple[ArrayLike, ArrayLike]
 Axis = str | tuple[str, ...]

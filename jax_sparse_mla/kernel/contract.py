@@ -14,6 +14,8 @@ HEADS_PER_GROUP = 16
 LATENT_DIM = 512
 ROPE_DIM = 64
 RECORD_BYTES = 656
+TILE = 128
+"""Entries of a row that the kernel takes at a time."""
 NUM_XCD = 8
 
 
