@@ -11,7 +11,7 @@ _WORD = 32
 
 
 def select_topk(logits: jax.Array, k: int) -> jax.Array:
-    """Find the ``k`` largest entries of each row, exactly.
+    """Find the k largest entries of each row, exactly.
 
     A radix search finds the k-th largest value, bit masks of what lies above it and at it are
     compacted by counting bits: on a GPU faster than a sort (benchmarks/indexer.py). The CPU, where
@@ -19,23 +19,23 @@ def select_topk(logits: jax.Array, k: int) -> jax.Array:
     are selected on every platform.
 
     Args:
-      logits: ``[n, T]`` float32. -inf is never selected; NaN ranks below every number.
+      logits: [n, T] float32. -inf is never selected; NaN ranks below every number.
       k: entries to select, 1 .. T.
 
     Returns:
-      ``[n, k]`` int32 positions in no particular order, -1 behind them where fewer than k entries
+      [n, k] int32 positions in no particular order, -1 behind them where fewer than k entries
       are selectable.
 
     Raises:
-      ValueError: logits have no two axes, or k is outside 1 .. T.
       TypeError: logits are not float32.
+      ValueError: logits have no two axes, or k is outside 1 .. T.
     """
     if logits.ndim != 2:
-        raise ValueError(f"logits must have shape [n, T], got {list(logits.shape)}")
+        raise ValueError(f"logits must be [n, T], not {list(logits.shape)}")
     if not 1 <= k <= logits.shape[1]:
-        raise ValueError(f"k must be in 1 .. {logits.shape[1]}, got {k}")
+        raise ValueError(f"k must be in 1 .. {logits.shape[1]}, not {k}")
     if logits.dtype != jnp.float32:
-        raise TypeError(f"logits must be float32, got {logits.dtype}")
+        raise TypeError(f"logits must be float32, not {logits.dtype}")
     return lax.platform_dependent(
         _sortable(logits),
         cpu=functools.partial(_select_by_sorting, k=k),
@@ -69,7 +69,7 @@ def _sortable(logits: jax.Array) -> jax.Array:
 
 
 def _kth_largest(keys: jax.Array, k: int) -> jax.Array:
-    """The largest value that at least k entries of a row reach, ``[n]`` uint32, or 0."""
+    """The largest value that at least k entries of a row reach, [n] uint32, or 0."""
     steps = jnp.arange(1, 1 << _RADIX_BITS, dtype=jnp.uint32)
 
     def refine(i: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -86,13 +86,13 @@ def _kth_largest(keys: jax.Array, k: int) -> jax.Array:
 
 
 def _pack_bits(mask: jax.Array) -> jax.Array:
-    """``[n, T]`` bool to ``[n, T / 32]`` uint32, the lowest bit first."""
+    """[n, T] bool to [n, T / 32] uint32, the lowest bit first."""
     lanes = mask.reshape(mask.shape[0], -1, _WORD).astype(jnp.uint32)
     return jnp.sum(lanes << jnp.arange(_WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
 def _first_set_bits(words: jax.Array, k: int) -> jax.Array:
-    """Positions of the first k set bits of each row, ``[n, k]``; -1 past the last.
+    """Positions of the first k set bits of each row, [n, k]; -1 past the last.
 
     The words hold two masks of one row, one behind the other: bit positions count within each.
     """

@@ -130,6 +130,16 @@ def test_write_skips_bad_slots_and_is_in_place(fp8):
     np.testing.assert_array_equal(after.astype(np.float32), expected)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_slots_of_64_bits_do_not_wrap(fp8):
+    """As int32, both 2^32 + 3 and -2^32 + 3 are 3, a slot: they must write nothing."""
+    width, dtype = (132, jnp.uint8) if fp8 else (128, jnp.bfloat16)
+    cache, keys = jnp.zeros((2, 4, width), dtype), np.ones((3, 128), np.float32)
+    got = index_keys.write_index_keys(cache, np.array([2**32 + 3, 1, -(2**32) + 3]), keys)
+    written = np.asarray(got.astype(jnp.float32)).reshape(8, width).any(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(written), [1])
+
+
 def test_hadamard_keeps_dot_products():
     a, b = rng().standard_normal((2, 10, 128)).astype(np.float32)
     rotated = np.sum(np.asarray(index_keys.hadamard(a)) * np.asarray(index_keys.hadamard(b)), -1)
