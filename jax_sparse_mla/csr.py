@@ -257,7 +257,7 @@ def split_rows(
     if num_splits < 1:
         raise ValueError(f"num_splits must be at least 1, not {num_splits}")
     length = jnp.maximum(row_end - row_begin, 0)[:, None]
-    tiles = length // TILE + (length % TILE != 0)
+    tiles = -(-length // TILE)
     # Not part * tiles // num_splits, whose product can pass int32.
     each, rest = tiles // num_splits, tiles % num_splits
     part = lax.iota(jnp.int32, num_splits + 1)[None, :]

@@ -237,6 +237,13 @@ def test_splits_partition_each_row_in_near_equal_whole_tiles(rows, num_splits):
         assert (np.diff(tiles) <= 0).all()
 
 
+def test_splits_need_no_implicit_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        begin, end = jsm.split_rows(np.array([0, 7], np.int32), np.array([2**31 - 1, 7]), 2)
+    np.testing.assert_array_equal(begin, [0, 2**30, 7, 7])
+    np.testing.assert_array_equal(end, [2**30, 2**31 - 1, 7, 7])
+
+
 def test_one_split_changes_nothing_and_no_rows_work():
     begin, end = split(np.array([3, 9], np.int32), np.array([7, 5], np.int32), 1)
     np.testing.assert_array_equal(begin, [3, 9])
