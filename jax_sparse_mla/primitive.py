@@ -30,6 +30,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_sparse_mla import platform
+from jax_sparse_mla.kernel import shim
 from jax_sparse_mla.kernel.contract import LATENT_DIM
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.lowering import run_kernel, run_reference
@@ -293,9 +294,20 @@ def _lower_rule(lowered_for: str, ctx: Any, *operands: Any, **params: Any) -> An
         kernel = lowered_for == "rocm" and records and platform.use_kernel_on_rocm()
         implementation = "kernel" if kernel else "reference"
     if implementation == "kernel":
+        _check_kernel_runs_on(lowered_for)
         return _lower(run_kernel, ctx, *operands, **params)
     reference = functools.partial(run_reference, on_gpu=lowered_for in ("cuda", "rocm"))
     return _lower(reference, ctx, *operands, **params)
+
+
+def _check_kernel_runs_on(lowered_for: str) -> None:
+    if lowered_for == "rocm" or (lowered_for == "default" and shim.host_platform_enabled()):
+        return
+    raise ValueError(
+        'implementation="kernel" needs an AMD gfx950 GPU, but the op is lowered for another platform;'
+        " leave implementation None to run the reference there. On the CPU the kernel runs where"
+        f" {shim.HIP_LIBRARY_VARIABLE} names a HIP library, a simulator's"
+    )
 
 
 mlir.register_lowering(sparse_mla_p, functools.partial(_lower_rule, "default"))

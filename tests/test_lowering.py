@@ -14,6 +14,7 @@ from test_attention import SCALE, queries
 import jax_sparse_mla.kernel.launch
 from jax_sparse_mla import platform, sparse_mla_fwd
 from jax_sparse_mla.attention import sparse_mla_partial
+from jax_sparse_mla.kernel import shim
 from jax_sparse_mla.lowering import MAX_SPLITS, choose_num_splits
 from jax_sparse_mla.reference import sparse_mla_reference
 
@@ -164,6 +165,17 @@ class TestChoiceOnRocm:
     def test_an_unquantised_cache_lowers_the_reference(self, rng, launches):
         q, _, indices, _ = problem(rng)
         lower_for_rocm(q, np.zeros((90, 576), ml_dtypes.bfloat16), indices)
+        assert not launches
+
+    @pytest.mark.parametrize("target", ["cpu", "cuda"])
+    def test_the_kernel_elsewhere_is_an_error_that_says_why(self, launches, monkeypatch, target):
+        monkeypatch.delenv(shim.HIP_LIBRARY_VARIABLE)
+        call = jax.jit(
+            lambda *a: sparse_mla_fwd(a[0], a[1], None, a[2], SCALE, implementation="kernel")
+        )
+        traced = call.trace(*problem(np.random.default_rng(0))[:3])
+        with pytest.raises(ValueError, match=r'implementation="kernel" needs an AMD gfx950 GPU'):
+            traced.lower(lowering_platforms=(target,))
         assert not launches
 
     def test_the_cpu_gets_the_reference(self, rng, launches):
