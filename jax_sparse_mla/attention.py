@@ -19,9 +19,12 @@ from jax_sparse_mla.lse import apply_sink
 from jax_sparse_mla.primitive import Params, sparse_mla
 from jax_sparse_mla.records import check_record_array
 
+Queries = ArrayLike | tuple[ArrayLike, ArrayLike]
+"""q [n, H, 576], or the pair q_latent [n, H, 512] and q_rope [n, H, 64]."""
+
 
 def sparse_mla_fwd(
-    q: ArrayLike | tuple[ArrayLike, ArrayLike],
+    q: Queries,
     kv_buffer: ArrayLike,
     kv_indptr: ArrayLike | None,
     kv_indices: ArrayLike,
@@ -103,7 +106,7 @@ def sparse_mla_fwd(
 
 
 def sparse_mla_partial(
-    q: ArrayLike | tuple[ArrayLike, ArrayLike],
+    q: Queries,
     kv_buffer: ArrayLike,
     kv_indptr: ArrayLike | None,
     kv_indices: ArrayLike,

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_sparse_mla as jsm
-from jax_sparse_mla import sharding
+from jax_sparse_mla import context
 
 SCALE = 0.07
 # On the simulator a tile of one workgroup takes tens of milliseconds.
@@ -496,15 +496,15 @@ def test_each_context_shard_attends_only_its_share():
         lse = jnp.broadcast_to(row_lengths[:, None].astype(jnp.float32), q.shape[:2])
         return jnp.zeros((*q.shape[:2], 512), jnp.float32), lse
 
-    original, sharding.sparse_mla_partial = sharding.sparse_mla_partial, spy
-    gathered, sharding.merge_weights = [], sharding.merge_weights
-    merge_weights = sharding.merge_weights
+    original, context.sparse_mla_partial = context.sparse_mla_partial, spy
+    gathered, context.merge_weights = [], context.merge_weights
+    merge_weights = context.merge_weights
 
     def keep(lses):
         jax.debug.callback(lambda x: gathered.append(np.asarray(x)), lses)
         return merge_weights(lses)
 
-    sharding.merge_weights = keep
+    context.merge_weights = keep
     try:
         jax.block_until_ready(
             jax.jit(
@@ -522,7 +522,7 @@ def test_each_context_shard_attends_only_its_share():
         )
         jax.effects_barrier()
     finally:
-        sharding.sparse_mla_partial, sharding.merge_weights = original, merge_weights
+        context.sparse_mla_partial, context.merge_weights = original, merge_weights
     want = np.array(
         [
             [np.sum((r >= 0) & (r < 256) & (r // interleave % 4 == s)) for r in problem.rows]
