@@ -304,8 +304,8 @@ def _check_kernel_runs_on(lowered_for: str) -> None:
     if lowered_for == "rocm" or (lowered_for == "default" and shim.host_platform_enabled()):
         return
     raise ValueError(
-        'implementation="kernel" needs an AMD gfx950 GPU, but the op is lowered for another platform;'
-        " leave implementation None to run the reference there. On the CPU the kernel runs where"
+        'implementation="kernel" needs an AMD gfx950 GPU, but the op is lowered for another'
+        " platform; leave implementation None to run the reference there. On the CPU the kernel runs where"
         f" {shim.HIP_LIBRARY_VARIABLE} names a HIP library, a simulator's"
     )
 
