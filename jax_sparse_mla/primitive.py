@@ -305,8 +305,8 @@ def _check_kernel_runs_on(lowered_for: str) -> None:
         return
     raise ValueError(
         'implementation="kernel" needs an AMD gfx950 GPU, but the op is lowered for another'
-        " platform; leave implementation None to run the reference there. On the CPU the kernel runs where"
-        f" {shim.HIP_LIBRARY_VARIABLE} names a HIP library, a simulator's"
+        " platform; leave implementation None to run the reference there. On the CPU the kernel"
+        f" runs where {shim.HIP_LIBRARY_VARIABLE} names a HIP library, a simulator's"
     )
 
 
