@@ -3,7 +3,7 @@
 import functools
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -48,18 +48,20 @@ def sparse_mla_fwd(
 
     On an AMD gfx950 GPU this is one call of a kernel, elsewhere jnp. Argument names and order are
     those of aiter's ``sparse_mla_fwd``. Everything may be traced, mapped with vmap and sharded, but
-    what is said to be static. q of inf or NaN gives NaN in out and lse of that row and head if it
-    has an entry; a selected record of NaN, in all heads of the rows that select it.
+    what is said to be static.
+
+    A q with inf or NaN gives NaN in out and lse of that row and head, if the row has an entry. A
+    record with NaN gives NaN in all heads of the rows that select it, and in no other row.
 
     Args:
       q: [n, H, 576] bfloat16, latent 512 then rope 64; or the pair (q_latent [n, H, 512], q_rope
         [n, H, 64]) bfloat16, which saves joining them. Any n and H.
       kv_buffer: [..., 656] uint8, int8 or float8_e4m3fn; its leading axes are read as one axis of
         rows. A record is 512 e4m3fn latents, 4 float32 scales (one per 128 latents) and 64 bfloat16
-        of rope: vLLM's fp8_ds_mla. It is never converted nor copied. The reference also reads [...,
-        576] bfloat16, an unquantised cache.
-      kv_indptr: [n + 1] integer, row i's entries are ``kv_indices[kv_indptr[i] : kv_indptr[i +
-        1]]``. Values are clamped to 0 .. nnz; a decreasing pair is an empty row. None for padded
+        of rope: vLLM's fp8_ds_mla. It is never converted nor copied. The reference also reads an
+        unquantised cache, [..., 576] bfloat16.
+      kv_indptr: [n + 1] integer; the entries of row i are those from kv_indptr[i] up to, not with,
+        kv_indptr[i + 1]. Clamped to 0 .. nnz; a decreasing pair is an empty row. None for padded
         rows.
       kv_indices: [nnz] integer with kv_indptr, [n, w] integer without: rows of kv_buffer. An entry
         outside 0 .. rows - 1 is masked, wherever it stands; an entry counts as often as it stands.
@@ -69,9 +71,9 @@ def sparse_mla_fwd(
       has_invalid: static. Says that rows may end in masked entries, so that skipping them is worth
         looking for. The result does not depend on it.
       return_lse: static. Also return the lse.
-      attn_sink: [H] floating: one more logit a head, with no value: out times sigmoid(lse -
-        attn_sink). lse is not changed by it.
-      num_splits: static. The kernel cuts each row in so many parts, that run side by side, and
+      attn_sink: [H] float32, bfloat16 or float16, natural units: one more logit a head, with no
+        value, so that out is multiplied by ``sigmoid(lse - attn_sink)``. lse is not changed by it.
+      num_splits: static. The kernel cuts each row in so many parts, which run side by side, and
         merges them; None lets it choose from the sizes and the device
         (:func:`jax_sparse_mla.lowering.choose_num_splits`). The reference ignores it.
       scale_format: static. ``"pow2"``: scales are +2^-126 .. 2^127 or 0, any other gives NaN in the
@@ -85,8 +87,8 @@ def sparse_mla_fwd(
 
     Raises:
       TypeError: an argument has a dtype that cannot be converted without loss, or softmax_scale is
-      no Python number.
-      ValueError: shapes do not fit, or an option is unknown; both name the argument.
+        no Python number.
+      ValueError: shapes do not fit, or an option is unknown. Both name the argument.
       NotImplementedError: the op is differentiated.
     """
     operands = _operands(q, kv_buffer, kv_indptr, kv_indices, row_lengths)
@@ -118,10 +120,10 @@ def sparse_mla_partial(
     scale_format: ScaleFormat = "pow2",
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
-    """One part of an attention whose records are spread over several devices or calls, to be
-    merged.
+    """Attend one part of the records, for a result that is merged with those of other parts.
 
-    Arguments and errors are those of :func:`sparse_mla_fwd`.
+    The parts may be records on several devices, or of several calls. Arguments and errors are those
+    of :func:`sparse_mla_fwd`.
 
     Returns:
       out [n, H, 512] float32 and lse [n, H] float32, for :func:`jax_sparse_mla.merge_attention`; an
@@ -185,8 +187,7 @@ def _operands(
 
 
 def _queries(q: Any) -> tuple[Array, Array]:
-    """The operands q_latent and q_rope; a whole q serves as both, so that nothing is sliced or
-    copied."""
+    """The operands q_latent and q_rope; a whole q serves as both, so that nothing is copied."""
     if not isinstance(q, tuple | list):
         whole = _query("q", q, LATENT_DIM + ROPE_DIM)
         return whole, whole
@@ -227,7 +228,7 @@ def _records(kv_buffer: Any) -> Array:
 def _sink(attn_sink: Any, num_heads: int) -> Array:
     array = as_array("attn_sink", attn_sink)
     if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(f"attn_sink must be float32, not {array.dtype}")
+        raise TypeError(f"attn_sink must be float32, bfloat16 or float16, not {array.dtype}")
     if array.shape != (num_heads,):
         raise ValueError(
             f"attn_sink must be [{num_heads}], one for each head of q, not {list(array.shape)}"
@@ -253,10 +254,7 @@ def _params(
     if not math.isfinite(scale) or abs(scale) > float(ml_dtypes.finfo(np.float32).max):
         raise ValueError(f"softmax_scale must be finite in float32, not {softmax_scale}")
     check_choice("scale_format", scale_format, ScaleFormat)
-    if implementation not in (None, "kernel", "reference"):
-        raise ValueError(
-            f'implementation must be None, "kernel" or "reference", not {implementation!r}'
-        )
+    check_choice("implementation", implementation, Literal[None, "kernel", "reference"])
     if implementation == "kernel" and kv.dtype == jnp.bfloat16:
         raise ValueError(
             'implementation must not be "kernel" with a bfloat16 kv_buffer: that reads records'

@@ -24,8 +24,8 @@ def padded_to_csr(
 
     Args:
       kv_indices: [n, w] integer slots, as top-k gives them; a negative entry is left out.
-      row_lengths: [n] integer; entries of row i from row_lengths[i] on are left out. Clamped to 0
-        .. w. Default w.
+      row_lengths: [n] integer; entries of row i from row_lengths[i] on are left out. Clamped to
+        0 .. w; default w.
 
     Returns:
       kv_indptr [n + 1] int32 and kv_indices [n * w] int32; a row's entries keep their order.
@@ -91,8 +91,7 @@ def compact_rows(
       row_lengths: [n] integer, clamped to 0 .. w; default w.
 
     Returns:
-      kv_indices [n, w] int32, -1 behind the entries kept, and row_lengths [n] int32, how many those
-      are.
+      kv_indices [n, w] int32, -1 behind the entries kept, and row_lengths [n] int32, their number.
 
     Raises:
       TypeError: an argument is not an integer array.
@@ -208,9 +207,8 @@ def layer_slots(slots: ArrayLike, layer: ArrayLike, rows_per_layer: int) -> jax.
     """Slots in a buffer that holds all layers' caches one after another.
 
     With one buffer [layers * rows_per_layer, 656] as a scan carry, the write and the read of layer
-    ``layer`` use these slots, and no layer's cache is copied. A slot outside 0 .. rows_per_layer -
-    1 becomes -1: plain ``slots + layer * rows`` would turn -1 into the last row of the layer
-    before.
+    ``layer`` use these slots, and no layer's cache is copied. A slot outside the layer becomes -1:
+    plain ``slots + layer * rows_per_layer`` would turn -1 into the last row of the layer before.
 
     Args:
       slots: [...] integer slots within a layer.

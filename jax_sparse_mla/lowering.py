@@ -29,13 +29,18 @@ def fold(
 ) -> tuple[tuple[int, ...], tuple[Array, Array, Array, Array, Array, Array]]:
     """Make one problem of a batch of them; the caches are only reshaped, never copied.
 
-    Args are the primitive's operands: each with the same number of leading batch axes, of the
-    batch's size or 1.
+    Args:
+      q_latent, q_rope, kv, indices, row_begin, row_end: the primitive's operands, all with the same
+        number of leading batch axes, each axis of the batch's size or 1.
 
     Returns:
       The batch's shape with n behind it, and the operands without batch axes: q_latent [n, H, ...],
       q_rope [n, H, ...], kv [rows, ...], indices [nnz], row_begin [n], row_end [n], with positions
       and slots moved to where they now stand and positions clamped to the stream they belong to.
+
+    Raises:
+      ValueError: the batch's caches together have more rows, or its streams more entries, than
+        int32 counts.
     """
     axes = q_latent.ndim - 3
     batch = jnp.broadcast_shapes(

@@ -34,9 +34,9 @@ def merge_attention(
     :func:`lse_from_flashmla` first.
 
     Args:
-      outs: [..., parts, ..., D] floating with the parts on ``axis``; or a sequence of arrays [...,
-        D], one a part.
-      lses: outs' shape without the last axis, natural log; or a sequence of arrays [...].
+      outs: [..., parts, ..., D] floating with the parts on ``axis``; or a sequence of arrays, one
+        a part, each [..., D].
+      lses: floating, outs' shape without the last axis, natural log; or a sequence of arrays [...].
       axis: where the parts stand in lses (a negative axis counts from lses' end). For sequences, 0.
       out_dtype: dtype of the merged out; default outs' own.
 
@@ -109,11 +109,8 @@ def apply_sink(out: ArrayLike, lse: ArrayLike, attn_sink: ArrayLike) -> jax.Arra
       TypeError: an argument is not floating.
       ValueError: the shapes do not match.
     """
-    out, lse, sink = (
-        as_floating("out", out),
-        as_floating("lse", lse),
-        as_floating("attn_sink", attn_sink),
-    )
+    out, lse = as_floating("out", out), as_floating("lse", lse)
+    sink = as_floating("attn_sink", attn_sink)
     if out.shape[:-1] != lse.shape:
         raise ValueError(f"lse must be {list(out.shape[:-1])} as out, not {list(lse.shape)}")
     if lse.ndim == 0 or sink.shape != lse.shape[-1:]:

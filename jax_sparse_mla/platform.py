@@ -1,5 +1,4 @@
-"""Which lowering a ROCm program gets: the kernel on gfx950, the reference on any other known
-architecture."""
+"""Which lowering a ROCm program gets: the kernel on gfx950, the reference on another GPU."""
 
 import logging
 import threading
@@ -12,16 +11,14 @@ from jax_sparse_mla.kernel.contract import ARCH
 _logger = logging.getLogger(__name__)
 
 DEFAULT_CORE_COUNT = 256
-"""Compute units of a device when no ROCm device is there to ask; an MI350X and an MI355X have
-256."""
+"""Compute units where no ROCm device is there to ask: those of an MI350X and an MI355X."""
 
 _log_lock = threading.Lock()
 _logged: set[str] = set()
 
 
 def parse_arch(compute_capability: str) -> str:
-    """The architecture in a ROCm device's compute capability: ``"gfx950:sramecc+:xnack-"`` gives
-    ``"gfx950"``."""
+    """The architecture in a compute capability: "gfx950" of "gfx950:sramecc+:xnack-"."""
     return str(compute_capability).partition(":")[0].strip()
 
 
@@ -34,8 +31,7 @@ def rocm_devices() -> list[jax.Device]:
 
 
 def kernel_serves(archs: Iterable[str]) -> bool:
-    """Whether the rocm lowering is the kernel, given the architectures of the ROCm devices that are
-    there.
+    """Whether the rocm lowering is the kernel, given the architectures of the ROCm devices.
 
     No device, or none that says what it is, means that the program is lowered for elsewhere (an
     export host): the kernel, whose launch checks the architecture again. Another architecture than

@@ -78,8 +78,7 @@ def sparse_mla(
 
 
 def _varying_alike(*operands: Array) -> list[Array]:
-    """Inside ``shard_map``, make all operands vary over the axes that any varies over, as the
-    results do."""
+    """Inside ``shard_map``, make all operands vary over the axes that any of them varies over."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     everywhere = frozenset[str]().union(*varying)
     return [
@@ -103,8 +102,7 @@ def _forward_only_jvp(params: Params, primals: Any, tangents: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _mappable(params: Params) -> Any:
-    """The op with its vmap rule; operands have any number of leading batch axes, the same for
-    all."""
+    """The op with its vmap rule; all operands have the same number of leading batch axes."""
 
     @custom_vmap
     def call(

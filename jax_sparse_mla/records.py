@@ -134,8 +134,8 @@ def write_records(
     platform.
 
     Args:
-      kv_buffer: [..., 656] uint8, int8 or float8_e4m3fn; slot s is row s of ``kv_buffer.reshape(-1,
-        656)``.
+      kv_buffer: [..., 656] uint8, int8 or float8_e4m3fn; its leading axes are read as one axis of
+        slots.
       slots: [...] integer; each token's slot. A slot below 0 or past the end writes nothing.
       latent: [..., 512] floating, leading axes as slots.
       rope: [..., 64] floating, leading axes as slots.
