@@ -63,8 +63,8 @@ def csr_to_padded(
       TypeError: an array is not integer.
       ValueError: a shape is not as above or width is negative.
     """
-    kv_indptr = _int32("kv_indptr", kv_indptr, 1)
-    kv_indices = _int32("kv_indices", kv_indices, 1)
+    kv_indptr = _int32("kv_indptr", kv_indptr, "n + 1")
+    kv_indices = _int32("kv_indices", kv_indices, "nnz")
     if kv_indptr.shape[0] == 0:
         raise ValueError("kv_indptr must be [n + 1], not [0]")
     if width < 0:
@@ -123,8 +123,8 @@ def compact_csr(kv_indptr: ArrayLike, kv_indices: ArrayLike) -> tuple[jax.Array,
       TypeError: an argument is not an integer array.
       ValueError: a shape is not as above.
     """
-    kv_indptr = _int32("kv_indptr", kv_indptr, 1)
-    kv_indices = _int32("kv_indices", kv_indices, 1)
+    kv_indptr = _int32("kv_indptr", kv_indptr, "n + 1")
+    kv_indices = _int32("kv_indices", kv_indices, "nnz")
     nnz = kv_indices.shape[0]
     kept = kv_indices >= 0
     kept_before = jnp.append(0, jnp.cumsum(kept, dtype=jnp.int32))
@@ -166,7 +166,7 @@ def block_table_to_slots(
       ValueError: shapes do not match, block_size is not positive or block_stride is less than
         block_size.
     """
-    block_table = _int32("block_table", block_table, 2)
+    block_table = _int32("block_table", block_table, "requests", "max_blocks")
     positions = as_int32("positions", positions)
     num_requests, max_blocks = block_table.shape
     if block_size < 1:
@@ -249,7 +249,8 @@ def split_rows(
       TypeError: an array is not integer.
       ValueError: the shapes differ or num_splits is below 1.
     """
-    row_begin, row_end = _int32("row_begin", row_begin, 1), _int32("row_end", row_end, 1)
+    row_begin = _int32("row_begin", row_begin, "n")
+    row_end = _int32("row_end", row_end, "n")
     if row_begin.shape != row_end.shape:
         raise ValueError(f"row_end must be {list(row_begin.shape)}, not {list(row_end.shape)}")
     if num_splits < 1:
@@ -268,7 +269,7 @@ def split_rows(
 def _rows_and_validity(
     kv_indices: ArrayLike, row_lengths: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
-    kv_indices = _int32("kv_indices", kv_indices, 2)
+    kv_indices = _int32("kv_indices", kv_indices, "n", "w")
     valid = kv_indices >= 0
     if row_lengths is not None:
         row_lengths = as_int32("row_lengths", row_lengths)
@@ -281,8 +282,8 @@ def _rows_and_validity(
     return kv_indices, valid
 
 
-def _int32(name: str, value: ArrayLike, ndim: int) -> jax.Array:
+def _int32(name: str, value: ArrayLike, *axes: str) -> jax.Array:
     array = as_int32(name, value)
-    if array.ndim != ndim:
-        raise ValueError(f"{name} must have {ndim} axes, not shape {list(array.shape)}")
+    if array.ndim != len(axes):
+        raise ValueError(f"{name} must be [{', '.join(axes)}], not {list(array.shape)}")
     return array

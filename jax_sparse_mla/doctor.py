@@ -61,7 +61,7 @@ def examine() -> Iterator[Finding]:
     else:
         yield _flydsl(wanted)
         yield _linker(wanted)
-        yield _cache()
+        yield _cache(wanted)
     yield _self_test("reference")
     if wanted:
         yield _self_test("kernel")
@@ -125,7 +125,7 @@ def _decision(wanted: bool) -> Finding:
         choice = (
             f"the kernel: the devices are {contract.ARCH}"
             if wanted
-            else f"the reference: the devices are not {contract.ARCH}"
+            else f"the reference, if any: not all devices are {contract.ARCH}"
         )
     elif wanted:
         choice = (
@@ -180,8 +180,13 @@ def _linker(wanted: bool) -> Finding:
     return Finding(OK, "linker", " ".join(linker))
 
 
-def _cache() -> Finding:
-    folder = compiler.cache_folder()
+def _cache(wanted: bool) -> Finding:
+    try:
+        folder = compiler.cache_folder()
+    except compiler.CompileError as error:
+        return _needed_for_kernel(
+            wanted, "cache", str(error), f"export {compiler.CACHE_VARIABLE}=a folder to write to"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -204,7 +209,6 @@ def _needed_for_kernel(wanted: bool, subject: str, detail: str, fix: str) -> Fin
 
 
 def _self_test(implementation: str) -> Finding:
-    subject = f"{implementation}"
     try:
         out_error, lse_error = self_test_errors(implementation)
     except Exception as error:  # any failure is what this looks for
@@ -214,7 +218,7 @@ def _self_test(implementation: str) -> Finding:
         summary = " ... ".join(dict.fromkeys([lines[0], lines[-1]]))
         return Finding(
             PROBLEM,
-            subject,
+            implementation,
             f"one row fails: {type(error).__name__}: {summary}",
             "mend the problems above; JAX_TRACEBACK_FILTERING=off shows the whole error",
         )
@@ -224,9 +228,9 @@ def _self_test(implementation: str) -> Finding:
     # Not "greater than": an error that is NaN must not pass.
     if not (out_error <= MAX_OUT_ERROR and lse_error <= MAX_LSE_ERROR):
         return Finding(
-            PROBLEM, subject, f"wrong: {detail}", "report it, with this output, as a bug"
+            PROBLEM, implementation, f"wrong: {detail}", "report it, with this output, as a bug"
         )
-    return Finding(OK, subject, detail)
+    return Finding(OK, implementation, detail)
 
 
 def self_test_errors(implementation: str) -> tuple[float, float]:

@@ -153,7 +153,8 @@ def write_records(
     latent, rope = _latent_and_rope(latent, rope)
     if slots.shape != latent.shape[:-1]:
         raise ValueError(
-            f"slots must have latent's leading axes {latent.shape[:-1]}, not {slots.shape}"
+            f"slots must have latent's leading axes {list(latent.shape[:-1])}, "
+            f"not {list(slots.shape)}"
         )
     records = pack_records(latent, rope, scale_rule=scale_rule).reshape(-1, RECORD_BYTES)
     # XLA on the CPU widens float8 to float16 around a scatter (two copies); as bytes it costs one.
@@ -265,6 +266,7 @@ def _latent_and_rope(latent: ArrayLike, rope: ArrayLike) -> tuple[jax.Array, jax
             raise ValueError(f"{name} must be [..., {width}], not {list(part.shape)}")
     if latent.shape[:-1] != rope.shape[:-1]:
         raise ValueError(
-            f"rope must have latent's leading axes {latent.shape[:-1]}, not {rope.shape[:-1]}"
+            f"rope must have latent's leading axes {list(latent.shape[:-1])}, "
+            f"not {list(rope.shape[:-1])}"
         )
     return latent, rope

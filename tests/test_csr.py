@@ -260,15 +260,23 @@ def test_arguments_are_named_in_errors():
     slots = functools.partial(jsm.block_table_to_slots, block_size=4)
     for error, message, call in [
         (TypeError, "kv_indices must be an integer", lambda: jsm.padded_to_csr(rows * 1.0)),
-        (ValueError, "kv_indices must have 2 axes", lambda: jsm.padded_to_csr(rows[0])),
+        (ValueError, r"kv_indices must be \[n, w\], not", lambda: jsm.padded_to_csr(rows[0])),
         (ValueError, r"row_lengths must be \[3\]", lambda: jsm.padded_to_csr(rows, rows[0])),
         (TypeError, "row_lengths must be an", lambda: jsm.compact_rows(rows, rows[:, 0] * 1.0)),
-        (ValueError, "kv_indptr must have 1", lambda: jsm.csr_to_padded(rows, rows[0], 2)),
+        (
+            ValueError,
+            r"kv_indptr must be \[n \+ 1\]",
+            lambda: jsm.csr_to_padded(rows, rows[0], 2),
+        ),
         (ValueError, r"kv_indptr must be \[n", lambda: jsm.csr_to_padded(rows[0, :0], rows[0], 2)),
         (ValueError, "width must not be neg", lambda: jsm.csr_to_padded(rows[0], rows[0], -1)),
         (ValueError, "positions must have one row for each of 2", lambda: slots(table, rows)),
         (ValueError, "request_ids must have leading", lambda: slots(table, rows, rows[0])),
-        (ValueError, "block_table must have 2 axes", lambda: slots(table[0], rows)),
+        (
+            ValueError,
+            r"block_table must be \[requests, max_",
+            lambda: slots(table[0], rows),
+        ),
         (TypeError, "positions must be an integer", lambda: slots(table, table * 1.0)),
         (ValueError, "block_size must be at least 1", lambda: slots(table, table, block_size=0)),
         (

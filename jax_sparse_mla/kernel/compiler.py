@@ -32,15 +32,17 @@ class _Memo:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kernels: dict[tuple[Specialisation, str | None, Path], CodeObject] = {}
+        self._kernels: dict[tuple[Specialisation, bool, Path], CodeObject] = {}
 
     def get(self, specialisation: Specialisation) -> CodeObject:
         precompiled = os.environ.get(PRECOMPILED_VARIABLE)
-        key = (specialisation, precompiled, cache_folder())
+        # A precompiled folder is used alone: it works where there is no place for a cache.
+        folder = Path(precompiled) if precompiled else cache_folder()
+        key = (specialisation, bool(precompiled), folder)
         with self._lock:
             if key not in self._kernels:
                 if precompiled:
-                    kernel = read_folder(Path(precompiled), specialisation, source_hash())
+                    kernel = read_folder(folder, specialisation, source_hash())
                 else:
                     (kernel,) = _cached([specialisation]).values()
                 self._kernels[key] = kernel
@@ -61,11 +63,20 @@ def code_object(specialisation: Specialisation) -> CodeObject:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: JAX_SPARSE_MLA_CACHE_DIR, else the user's cache folder."""
+    """Where compiled kernels are kept: JAX_SPARSE_MLA_CACHE_DIR, else the user's cache folder.
+
+    A CompileError says so if the user has none.
+    """
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen)
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "jax_sparse_mla"
+    if root := os.environ.get("XDG_CACHE_HOME"):
+        return Path(root) / "jax_sparse_mla"
+    try:
+        return Path.home() / ".cache" / "jax_sparse_mla"
+    except RuntimeError as error:  # a container's user may have no home
+        raise CompileError(
+            f"no folder to keep compiled kernels in ({error}): set {CACHE_VARIABLE}"
+        ) from error
 
 
 @functools.cache
@@ -136,9 +147,9 @@ def _compile(specialisations: list[Specialisation]) -> dict[Specialisation, Code
     with tempfile.TemporaryDirectory(prefix="jax_sparse_mla-") as scratch:
         folder = Path(scratch)
         toolchain.write_toolkit(folder / "toolkit", linker)
-        names = [f"{s.scale_format}:{s.partial}" for s in specialisations]
+        names = [s.name for s in specialisations]
         child = subprocess.run(
-            [sys.executable, "-m", "jax_sparse_mla.kernel.worker", scratch, *names],
+            [sys.executable, "-P", "-m", "jax_sparse_mla.kernel.worker", scratch, *names],
             env=_child_environment(folder),
             capture_output=True,
             text=True,

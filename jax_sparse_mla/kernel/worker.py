@@ -1,4 +1,4 @@
-"""The process that compiles: ``worker.py FOLDER SCALE_FORMAT:PARTIAL ...``.
+"""The process that compiles: ``worker.py FOLDER SPECIALISATION ...``.
 
 FlyDSL imports torch without using it here. Where torch is absent, a stand-in module takes its
 place; that and FlyDSL's settings through the environment are why compiling has its own process.
@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_sparse_mla.kernel import contract
 from jax_sparse_mla.kernel.code_object import CodeObject, to_entry
-from jax_sparse_mla.kernel.specialisation import Specialisation
+from jax_sparse_mla.kernel.specialisation import ALL
 
 
 def stand_in_for_torch() -> None:
@@ -71,10 +71,9 @@ def main() -> None:
     from jax_sparse_mla.kernel import build
 
     for name in names:
-        scale_format, partial = name.split(":")
-        specialisation = Specialisation(scale_format, partial == "True")  # type: ignore[arg-type]
+        (specialisation,) = (s for s in ALL if s.name == name)
         kernel = code_object(build.compile_kernel(specialisation))
-        (Path(folder) / specialisation.name).write_bytes(to_entry(kernel))
+        (Path(folder) / name).write_bytes(to_entry(kernel))
 
 
 if __name__ == "__main__":
