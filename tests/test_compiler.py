@@ -60,23 +60,16 @@ def test_entry_round_trip(code):
 @given(st.data())
 def test_truncated_entry_is_refused(data):
     entry = to_entry(kernel())
-    with pytest.raises(ValueError):  # noqa: PT011 - json and the hash both raise ValueErrors
+    with pytest.raises(ValueError, match="SHA-256"):
         from_entry(entry[: data.draw(st.integers(0, len(entry) - 1))])
 
 
 @given(st.data())
-def test_entry_with_another_byte_in_its_code_is_refused(data):
+def test_entry_with_another_byte_is_refused(data):
     entry = bytearray(to_entry(kernel()))
-    position = data.draw(st.integers(len(entry) - len(kernel().code), len(entry) - 1))
-    entry[position] ^= data.draw(st.integers(1, 255))
+    entry[data.draw(st.integers(0, len(entry) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(ValueError, match="SHA-256"):
         from_entry(bytes(entry))
-
-
-@pytest.mark.parametrize("header", [b"", b"[]", b"{}", b"null", b"3", b'{"sha256": 1}'])
-def test_foreign_entry_is_refused(header):
-    with pytest.raises(ValueError):  # noqa: PT011
-        from_entry(header + b"\ncode")
 
 
 def test_compiled_once_in_a_process_and_once_on_a_machine(compiles, monkeypatch):
@@ -122,6 +115,21 @@ def test_cache_that_cannot_be_written_only_warns(compiles, monkeypatch, tmp_path
     with caplog.at_level(logging.WARNING):
         assert compiler.code_object(POW2) == kernel(POW2.name.encode())
     assert "cannot keep the compiled kernel" in caplog.text
+
+
+def test_a_user_without_a_home_needs_a_cache_only_to_compile(monkeypatch, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(compiler.Path, "home", no_home)
+    for variable in (compiler.CACHE_VARIABLE, "XDG_CACHE_HOME", compiler.PRECOMPILED_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    forget_process_memo(monkeypatch)
+    with pytest.raises(compiler.CompileError, match=f"set {compiler.CACHE_VARIABLE}"):
+        compiler.code_object(POW2)
+    write_folder(tmp_path, {POW2: kernel()}, compiler.source_hash())
+    monkeypatch.setenv(compiler.PRECOMPILED_VARIABLE, str(tmp_path))
+    assert compiler.code_object(POW2) == kernel()
 
 
 def test_many_writers_leave_one_whole_entry(tmp_path):

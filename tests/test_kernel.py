@@ -276,6 +276,21 @@ def test_growing_scores_rescale_the_output():
     check(q, kv, [np.arange(384)] * 2, 1.0)
 
 
+@pytest.mark.parametrize("size", [1e9, 1e30])
+def test_scores_beyond_float32_s_precision_are_nan(size):
+    """Out and lse alike: an answer without a correct digit must not look like one."""
+    rng = np.random.default_rng(20)
+    kv = oracle.random_records(rng, ROWS)
+    q = random_query(rng, 2, 16, size)
+    q[1] = random_query(rng, 1, 16)[0]
+    entries = draw(rng, [140, 140])
+    out, lse, _ = launch(q, kv, *rows_of(entries), SCALE)
+    assert np.isnan(out[0].astype(np.float32)).all()
+    assert np.isnan(lse[0]).all()
+    expected = oracle.attention(q[1:], kv, entries[1:], SCALE)
+    compare(out[1:], lse[1:], expected, 140)
+
+
 def test_split_rows_share_a_query():
     rng = np.random.default_rng(16)
     kv = oracle.random_records(rng, ROWS)

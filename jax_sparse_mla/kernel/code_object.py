@@ -44,23 +44,24 @@ class CodeObject(NamedTuple):
 
 
 def to_entry(kernel: CodeObject) -> bytes:
-    """One self-checking file: a line of JSON, then the code."""
-    return json.dumps(kernel.describe()).encode() + b"\n" + kernel.code
+    """One self-checking file: the SHA-256 of the rest, a line of JSON, the code."""
+    content = json.dumps(kernel.describe()).encode() + b"\n" + kernel.code
+    return hashlib.sha256(content).digest() + content
 
 
 def from_entry(entry: bytes) -> CodeObject:
     """Undo `to_entry`; a ValueError if the entry is truncated or corrupt."""
-    header, _, code = entry.partition(b"\n")
-    try:
-        return CodeObject.restore(json.loads(header), code)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a cache entry: {error!r}") from error
+    digest, content = entry[:32], entry[32:]
+    if hashlib.sha256(content).digest() != digest:
+        raise ValueError("not a cache entry, or a damaged one: its SHA-256 is another")
+    header, _, code = content.partition(b"\n")
+    return CodeObject.restore(json.loads(header), code)
 
 
 def write_folder(folder: Path, kernels: dict[Specialisation, CodeObject], source: str) -> None:
     """Write ``<name>.hsaco`` for each kernel and the manifest that `read_folder` wants.
 
-    ``source`` identifies the kernel's source and compiler; reading checks it.
+    ``source`` identifies the kernel's source; reading checks it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     entries = []

@@ -35,8 +35,14 @@ def finish(
     lane: Lane,
     lds_base: Value,
 ) -> None:
-    """Store out and lse of the row; an empty row's are 0 and -inf."""
+    """Store out and lse of the row; an empty row's are 0 and -inf.
+
+    A sum of weights that float32 does not hold, from scores beyond softmax.TOP_LIMIT or infinite
+    ones, makes both NaN, lse as well as out.
+    """
     top, weight = _join(total, lane, lds_base)
+    held = (weight > 0.0) & (weight < math.inf)
+    weight = held.select(weight, fx.Float32(math.nan))
     factor = isa.ldexp(isa.reciprocal(weight), output.reference - top)
     factor = is_empty.select(fx.Float32(0.0), factor)
     lse = (fx.Float32(top) + isa.log2(weight)) * math.log(2.0)

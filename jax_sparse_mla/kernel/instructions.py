@@ -406,12 +406,14 @@ def fma(a: Value, b: Value, c: Value) -> Value:
 # Conversion ---------------------------------------------------------------------------------------
 
 
-def to_fp8(first: Value, second: Value, scale: Value) -> Value:
-    """``v_cvt_scalef32_pk_fp8_f32``: two pairs of floats, divided by the power of two in ``scale``,
-    as e4m3 bytes of one dword; rounded to nearest even, at most 448 after division."""
+def to_fp8(pairs: Sequence[Value], scale: Value) -> Value:
+    """``v_cvt_scalef32_pk_fp8_f32``: two pairs of floats as the e4m3 bytes of one dword.
+
+    They are divided by the power of two in ``scale``, to at most 448, and rounded to nearest even.
+    """
     kind = _pair_of_int16()
     word = llvm.mlir_poison(kind)
-    for half, pair in ((False, first), (True, second)):
+    for half, pair in zip((False, True), pairs, strict=True):
         word = rocdl.cvt_scalef32_pk_fp8_f32(
             kind, word, raw(pair[0]), raw(pair[1]), raw(scale), half
         )

@@ -109,8 +109,9 @@ def load_q(place: QueryPlace, lane: Lane) -> RawQuery:
 def quantise_q(raw: RawQuery, scale_log2e: Value, order: ChunkOrder, lds_base: Value) -> Query:
     """Split the latent into hi + lo, each wave four heads, and take it from LDS as operands.
 
-    bfloat16 is 8 bits, which the two e4m3 hold without loss. Where the rope part is not finite the
-    scales are NaN, for in a product it might vanish.
+    bfloat16 is 8 bits, which the two e4m3 hold without loss down to 2^-9 of the largest value of
+    the head's 128-column block; smaller ones are off by 2^-18 of that largest at most. Where the
+    rope part is not finite the scales are NaN, for in a product it might vanish.
     """
     lane = order.lane
     sign = isa.first_lane(scale_log2e.bitcast(fx.Int32)) & _SIGN
@@ -129,7 +130,7 @@ def quantise_q(raw: RawQuery, scale_log2e: Value, order: ChunkOrder, lds_base: V
         largest = isa.row_maximum(largest.bitcast(fx.Int32)).bitcast(fx.Float32)
         scales.append(e8m0_scale(largest))
         unit = unit_of(scales[-1])
-        hi = [isa.to_fp8(*pairs[j : j + 2], unit) for j in (0, 2)]
+        hi = [isa.to_fp8(pairs[j : j + 2], unit) for j in (0, 2)]
         lo = [residual_fp8(pairs[j : j + 2], hi[j // 2], unit) for j in (0, 2)]
         address = codes_address ^ lds.CHUNK * i
         for codes, region in ((hi, lds.QUERY_HI), (lo, lds.QUERY_LO)):
@@ -146,10 +147,10 @@ def quantise_q(raw: RawQuery, scale_log2e: Value, order: ChunkOrder, lds_base: V
     address = lds_base + (
         lds.QUERY_HI.start + lane.t * LATENT_DIM + (order.lane_part() ^ lane.t) * lds.CHUNK
     )
-    operands = []
-    for region in (lds.QUERY_HI, lds.QUERY_LO):
-        offset = region.start - lds.QUERY_HI.start
-        operands.append([_operand(address, order, j, offset) for j in range(BLOCKS)])
+    hi, lo = (
+        [_operand(address, order, j, region.start - lds.QUERY_HI.start) for j in range(BLOCKS)]
+        for region in (lds.QUERY_HI, lds.QUERY_LO)
+    )
     scale = isa.lds_load(lds_base + (lds.QUERY_SCALES.start + lane.t * 4), 1)
     if order.scale_format == "pow2":
         scale = isa.shift_right(scale, lane.g * 8)
@@ -163,7 +164,7 @@ def quantise_q(raw: RawQuery, scale_log2e: Value, order: ChunkOrder, lds_base: V
     finite = sum_of_groups(zero[0] + zero[1]) == 0.0
     both = sign | isa.shift_right(sign, 16)
     rope = [Vector.from_elements([w[i] ^ both for i in range(4)], fx.Int32) for w in raw.rope]
-    return Query(*operands, finite.select(scale, fx.Int32(_FOUR_NANS)), rope)
+    return Query(hi, lo, finite.select(scale, fx.Int32(_FOUR_NANS)), rope)
 
 
 def _operand(address: Value, order: ChunkOrder, j: int, offset: int) -> Value:
@@ -175,7 +176,7 @@ def _operand(address: Value, order: ChunkOrder, j: int, offset: int) -> Value:
 def residual_fp8(pairs: list[Value], hi: Value, unit: Value) -> Value:
     """What the e4m3 word ``hi`` leaves over of two pairs of floats, as e4m3 in the same unit."""
     rest = [x - y for x, y in zip(pairs, isa.from_fp8(hi, unit), strict=True)]
-    return isa.to_fp8(*rest, unit)
+    return isa.to_fp8(rest, unit)
 
 
 def e8m0_scale(value: Value) -> Value:

@@ -93,7 +93,7 @@ class Weights(NamedTuple):
             pairs = [_pair(values[i], values[i + 1]) for i in range(0, 8, 2)]
             words = []
             for two in (pairs[:2], pairs[2:]):
-                hi = isa.to_fp8(*two, unit)
+                hi = isa.to_fp8(two, unit)
                 # Even lane groups end with hi of two octets, odd ones with lo of the same two.
                 words.append(isa.swap_rows_16(hi, residual_fp8(two, hi, unit)))
             line = Vector.from_elements([word[i] for i in (0, 1) for word in words], fx.Int32)
