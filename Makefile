@@ -28,12 +28,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(CPP) csrc/tests/*.cc csrc/tests/*.h
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format:
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CPP) csrc/tests/*.cc csrc/tests/*.h
+	$(BIN)/clang-format -i $(CPP)
 
 clean:
 	rm -rf $(VENV) build dist
