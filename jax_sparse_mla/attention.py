@@ -92,14 +92,10 @@ def sparse_mla_fwd(
       NotImplementedError: the op is differentiated.
     """
     operands = _operands(q, kv_buffer, kv_indptr, kv_indices, row_lengths)
+    # Rounding before the sink and after it would be once too often.
+    partial = attn_sink is not None
     params = _params(
-        softmax_scale,
-        scale_format,
-        num_splits,
-        has_invalid,
-        implementation,
-        operands[2],
-        partial=attn_sink is not None,  # rounding before the sink and after it is once too often
+        softmax_scale, scale_format, num_splits, has_invalid, implementation, operands, partial
     )
     out, lse = _call(*operands, params=params)
     if attn_sink is not None:
@@ -126,8 +122,9 @@ def sparse_mla_partial(
     of :func:`sparse_mla_fwd`.
 
     Returns:
-      out [n, H, 512] float32 and lse [n, H] float32, for :func:`jax_sparse_mla.merge_attention`; an
-      attention sink is applied after the merge.
+      out [n, H, 512] float32 and lse [n, H] float32, natural log, for
+      :func:`jax_sparse_mla.merge_attention`; an attention sink is applied after the merge
+      (:func:`jax_sparse_mla.apply_sink`).
     """
     operands = _operands(q, kv_buffer, kv_indptr, kv_indices, row_lengths)
     params = _params(
@@ -136,7 +133,7 @@ def sparse_mla_partial(
         num_splits,
         has_invalid,
         implementation,
-        operands[2],
+        operands,
         partial=True,
     )
     return _call(*operands, params=params)
@@ -242,8 +239,8 @@ def _params(
     num_splits: Any,
     has_invalid: Any,
     implementation: Any,
-    kv: Array,
-    partial: bool = False,
+    operands: tuple[Array, ...],
+    partial: bool,
 ) -> Params:
     if not isinstance(softmax_scale, numbers.Real) or isinstance(softmax_scale, bool):
         raise TypeError(
@@ -255,7 +252,7 @@ def _params(
         raise ValueError(f"softmax_scale must be finite in float32, not {softmax_scale}")
     check_choice("scale_format", scale_format, ScaleFormat)
     check_choice("implementation", implementation, Literal[None, "kernel", "reference"])
-    if implementation == "kernel" and kv.dtype == jnp.bfloat16:
+    if implementation == "kernel" and operands[2].dtype == jnp.bfloat16:
         raise ValueError(
             'implementation must not be "kernel" with a bfloat16 kv_buffer: that reads records'
         )
