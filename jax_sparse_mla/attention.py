@@ -1,13 +1,11 @@
 """The op: checks and conversions around the primitive, and the attention sink."""
 
 import functools
-import math
 import numbers
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
@@ -21,6 +19,12 @@ from jax_sparse_mla.records import check_record_array
 
 Queries = ArrayLike | tuple[ArrayLike, ArrayLike]
 """q [n, H, 576], or the pair q_latent [n, H, 512] and q_rope [n, H, 64]."""
+
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+_SMALLEST_SCALE = 2.0**-99
+"""The kernel's smallest factor on a product is 2^-100."""
+_MOST_SPLITS = 4096
+"""Far beyond use; what follows counts rows times splits in int32."""
 
 
 def sparse_mla_fwd(
@@ -65,7 +69,7 @@ def sparse_mla_fwd(
         rows.
       kv_indices: [nnz] integer with kv_indptr, [n, w] integer without: rows of kv_buffer. An entry
         outside 0 .. rows - 1 is masked, wherever it stands; an entry counts as often as it stands.
-      softmax_scale: finite number, static; natural units.
+      softmax_scale: finite number, static; natural units. 0, or at least 2^-99 in size.
       row_lengths: [n] integer, only with padded rows: entries of row i from row_lengths[i] on do
         not count. Clamped to 0 .. w; default w.
       has_invalid: static. Says that rows may end in masked entries, so that skipping them is worth
@@ -73,8 +77,8 @@ def sparse_mla_fwd(
       return_lse: static. Also return the lse.
       attn_sink: [H] float32, bfloat16 or float16, natural units: one more logit a head, with no
         value, so that out is multiplied by ``sigmoid(lse - attn_sink)``. lse is not changed by it.
-      num_splits: static. The kernel cuts each row in so many parts, which run side by side, and
-        merges them; None lets it choose from the sizes and the device
+      num_splits: static. The kernel cuts each row in so many parts (1 to 4096), which run side
+        by side, and merges them; None lets it choose from the sizes and the device
         (:func:`jax_sparse_mla.lowering.choose_num_splits`). The reference ignores it.
       scale_format: static. ``"pow2"``: scales are +2^-126 .. 2^127 or 0, any other gives NaN in the
         rows that select it. ``"float32"``: any finite scale, exactly, and slower.
@@ -247,9 +251,12 @@ def _params(
             "softmax_scale must be a Python number, known when the op is traced, not "
             f"{type(softmax_scale).__name__}; scale q where it has to be traced"
         )
-    scale = float(softmax_scale)
-    if not math.isfinite(scale) or abs(scale) > float(ml_dtypes.finfo(np.float32).max):
+    # The comparison comes first: a Python int may be too large for float().
+    if not abs(softmax_scale) <= _LARGEST_FLOAT32:
         raise ValueError(f"softmax_scale must be finite in float32, not {softmax_scale}")
+    scale = float(softmax_scale)
+    if 0 < abs(scale) < _SMALLEST_SCALE:
+        raise ValueError(f"softmax_scale must be 0 or at least 2**-99 in size, not {softmax_scale}")
     check_choice("scale_format", scale_format, ScaleFormat)
     check_choice("implementation", implementation, Literal[None, "kernel", "reference"])
     if implementation == "kernel" and operands[2].dtype == jnp.bfloat16:
@@ -261,9 +268,9 @@ def _params(
             raise TypeError(
                 f"num_splits must be None or a Python int, not {type(num_splits).__name__}"
             )
-        if num_splits < 1:
-            raise ValueError(f"num_splits must be at least 1, not {num_splits}")
         num_splits = int(num_splits)
+        if not 1 <= num_splits <= _MOST_SPLITS:
+            raise ValueError(f"num_splits must be within 1 .. {_MOST_SPLITS}, not {num_splits}")
     if not isinstance(has_invalid, bool | np.bool_):
         raise TypeError(f"has_invalid must be a Python bool, not {type(has_invalid).__name__}")
     return Params(scale, scale_format, num_splits, bool(has_invalid), partial, implementation)

@@ -20,6 +20,9 @@ from jax_sparse_mla.reference import CPU_TILING, gpu_tiling, nothing, sparse_mla
 MAX_INDICES = 2**31 - 1024
 """Positions in the folded index stream are int32, and the last tile may look past the end."""
 
+MAX_KERNEL_STREAM = 2**29 - 1
+"""The most entries a row may have for the kernel, which counts their bytes in int32."""
+
 MAX_SPLITS = 64
 """The most parts that `choose_num_splits` cuts a row in."""
 
@@ -132,6 +135,12 @@ def run_kernel(
     # What compiles and launches is imported only where the kernel is lowered.
     from jax_sparse_mla.kernel.launch import sparse_mla_call
 
+    stream = operands[3].shape[-1]
+    if isinstance(stream, int) and stream > MAX_KERNEL_STREAM:
+        raise ValueError(
+            f"kv_indices: a stream of {stream} entries is longer than the kernel's "
+            f'{MAX_KERNEL_STREAM}; pass padded rows, fewer rows, or implementation="reference"'
+        )
     shape, (q_latent, q_rope, kv, indices, begin, end) = fold(*operands)
     n, num_heads, _ = q_latent.shape
     if 0 in (n, num_heads, kv.shape[0], indices.shape[0]):

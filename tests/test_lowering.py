@@ -210,3 +210,13 @@ class TestNumberOfSplits:
     )
     def test_the_rule(self, rows, heads, entries, cores, expected):
         assert choose_num_splits(rows, heads, entries, cores) == expected
+
+
+def test_a_stream_the_kernel_cannot_count_is_an_error():
+    q = jax.ShapeDtypeStruct((1, 1, 576), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((10, 656), jnp.uint8)
+    indptr = jax.ShapeDtypeStruct((2,), jnp.int32)
+    indices = jax.ShapeDtypeStruct((2**29,), jnp.int32)
+    call = jax.jit(lambda *a: sparse_mla_fwd(*a, SCALE, implementation="kernel"))
+    with pytest.raises(ValueError, match="kv_indices: a stream of 536870912 entries is longer"):
+        call.lower(q, kv, indptr, indices)
