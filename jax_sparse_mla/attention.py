@@ -1,6 +1,7 @@
 """The op: checks and conversions around the primitive, and the attention sink."""
 
 import functools
+import math
 import numbers
 from typing import Any, Literal
 
@@ -251,10 +252,12 @@ def _params(
             "softmax_scale must be a Python number, known when the op is traced, not "
             f"{type(softmax_scale).__name__}; scale q where it has to be traced"
         )
-    # The comparison comes first: a Python int may be too large for float().
-    if not abs(softmax_scale) <= _LARGEST_FLOAT32:
+    try:
+        scale = float(softmax_scale)
+    except OverflowError:  # a Python int has no bounds
+        scale = math.inf
+    if not abs(scale) <= _LARGEST_FLOAT32:
         raise ValueError(f"softmax_scale must be finite in float32, not {softmax_scale}")
-    scale = float(softmax_scale)
     if 0 < abs(scale) < _SMALLEST_SCALE:
         raise ValueError(f"softmax_scale must be 0 or at least 2**-99 in size, not {softmax_scale}")
     check_choice("scale_format", scale_format, ScaleFormat)
