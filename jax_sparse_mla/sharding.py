@@ -17,10 +17,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
+from jax_sparse_mla.arguments import as_int32
 from jax_sparse_mla.attention import Queries, sparse_mla_fwd
 from jax_sparse_mla.context import attend_context_shard
 
@@ -240,8 +242,7 @@ def _on_mesh(
     mesh: Mesh | None,
     return_lse: bool,
 ) -> Any:
-    if isinstance(operands.q, list):
-        operands = operands._replace(q=tuple(operands.q))
+    operands = _checked(operands)
     result = PartitionSpec(specs.rows, specs.heads)
     mapped = jax.shard_map(
         attend,
@@ -251,6 +252,26 @@ def _on_mesh(
         check_vma=False,
     )
     return mapped(operands)
+
+
+def _checked(operands: _Operands) -> _Operands:
+    """The operands with integer arrays as int32, and an indptr that fits the rows of q.
+
+    The op in the shard_map sees one device's part of them, whose indptr fits by construction.
+    """
+    q = tuple(operands.q) if isinstance(operands.q, list) else operands.q
+    integers = {
+        name: as_int32(name, value)
+        for name in ("kv_indptr", "kv_indices", "row_lengths")
+        if (value := getattr(operands, name)) is not None
+    }
+    if (indptr := integers.get("kv_indptr")) is not None:
+        n = np.shape(q[0] if isinstance(q, tuple) else q)[0]
+        if indptr.shape != (n + 1,):
+            raise ValueError(
+                f"kv_indptr must be [{n + 1}], one more than rows of q, not {list(indptr.shape)}"
+            )
+    return operands._replace(q=q, **integers)
 
 
 def _own_indptr(kv_indptr: Any, rows: Axis | None) -> Any:

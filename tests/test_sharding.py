@@ -565,6 +565,20 @@ def test_a_mesh_axis_that_does_not_divide_is_an_error():
             call()
 
 
+@on_devices(8)
+def test_an_indptr_that_does_not_fit_is_an_error():
+    problem = Problem()
+    mesh = mesh_of(data=2)
+    rows = functools.partial(jsm.sparse_mla_rows, mesh=mesh)
+    context = functools.partial(jsm.sparse_mla_context, mesh=mesh, context="data")
+    short, reals = problem.indptr[:-1], problem.indptr.astype(np.float32)
+    for call in (rows, context):
+        with pytest.raises(ValueError, match=r"kv_indptr must be \[\d+\], one more than rows"):
+            call(problem.q, problem.kv, short, problem.stream, SCALE)
+        with pytest.raises(TypeError, match="kv_indptr must be an integer array, not float32"):
+            call(problem.q, problem.kv, reals, problem.stream, SCALE)
+
+
 # -- ownership (one device is enough)
 
 
