@@ -15,7 +15,8 @@ from jax_sparse_mla.csr import split_rows
 from jax_sparse_mla.kernel.contract import HEADS_PER_GROUP, TILE
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.lse import merge_attention
-from jax_sparse_mla.reference import CPU_TILING, gpu_tiling, nothing, sparse_mla_reference
+from jax_sparse_mla.reference import nothing, sparse_mla_reference
+from jax_sparse_mla.tiling import CPU_TILING, gpu_tiling
 
 MAX_INDICES = 2**31 - 1024
 """Positions in the folded index stream are int32, and the last tile may look past the end."""

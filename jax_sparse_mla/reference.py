@@ -16,53 +16,15 @@ among calls of the same shapes: by the shapes the work is cut, and the library o
 picks its kernel.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
+from jax_sparse_mla.decode import decode
 from jax_sparse_mla.kernel.contract import LATENT_DIM, ROPE_DIM
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
-from jax_sparse_mla.records import GROUP, NUM_GROUPS, SCALES_END
-from jax_sparse_mla.scales import scale_is_usable
-
-
-class Tiling(NamedTuple):
-    """How the work is cut."""
-
-    rows: int
-    """Rows a block."""
-    entries: int
-    """Entries a tile."""
-    dtype: DTypeLike
-    """Operands of the matrix products; everything else is float32."""
-    logits: Literal["rth", "rht"]
-    """Order of the axes of the logits: row, entry and head."""
-    joint: bool
-    """One product over latent and rope together, or one over each and their sum."""
-    decode_first: int | None
-    """Decode the whole cache first where the entries are at least so many times its records."""
-
-
-# On a CPU one row's matrix products keep a core busy, and their operands fit its cache.
-CPU_TILING = Tiling(1, 128, jnp.float32, "rth", joint=False, decode_first=None)
-
-
-def gpu_tiling(num_heads: int, width: int, exact_in_bfloat16: bool) -> Tiling:
-    """Blocks large enough to fill a GPU, within 256 MiB of values and logits.
-
-    Args:
-      num_heads: H.
-      width: the longest row there can be.
-      exact_in_bfloat16: whether values are, as an e4m3 code times a power of two is.
-    """
-    entries = min(2048, max(1, -(-width // 128)) * 128)
-    bytes_an_entry = (2 if exact_in_bfloat16 else 4) * (LATENT_DIM + ROPE_DIM) + 11 * num_heads
-    rows = max(8, (1 << 28) // (entries * bytes_an_entry) // 8 * 8)
-    if exact_in_bfloat16:
-        return Tiling(rows, entries, jnp.bfloat16, "rht", joint=True, decode_first=8)
-    return Tiling(rows, entries, jnp.float32, "rht", joint=True, decode_first=None)
+from jax_sparse_mla.tiling import CPU_TILING, Tiling
 
 
 def sparse_mla_reference(
@@ -198,42 +160,6 @@ def nothing(q: Array, partial: bool) -> tuple[Array, Array]:
         jnp.zeros_like(q, out_dtype, (*q.shape[:2], LATENT_DIM)),
         jnp.full_like(q, -jnp.inf, jnp.float32, q.shape[:2]),
     )
-
-
-def decode(record: Array, scale_format: ScaleFormat) -> Array:
-    """The values [..., 576] of records [..., 656] of one-byte dtype, float32: latent and rope.
-
-    A record is 512 e4m3fn codes, 4 float32 scales, 64 bfloat16. A scale that the format does not
-    allow makes its latents NaN. A [..., 576] bfloat16 record is an unquantised one: as it is.
-    """
-    if record.dtype.itemsize > 1:
-        return record
-    record = lax.bitcast_convert_type(record, jnp.uint8)
-    leading = record.shape[:-1]
-    codes, scales, rope = jnp.split(record, [LATENT_DIM, SCALES_END], -1)
-    scale_bits = lax.bitcast_convert_type(scales.reshape(*leading, NUM_GROUPS, 4), jnp.int32)
-    usable = scale_is_usable(scale_bits, scale_format)
-    scale = jnp.where(usable, lax.bitcast_convert_type(scale_bits, jnp.float32), jnp.nan)
-    value = decode_e4m3fn(codes).reshape(*leading, NUM_GROUPS, GROUP)
-    latent = (value * scale[..., None]).reshape(*leading, LATENT_DIM)
-    rope = lax.bitcast_convert_type(rope.reshape(*leading, ROPE_DIM, 2), jnp.bfloat16)
-    return jnp.concatenate([latent, rope.astype(jnp.float32)], -1)
-
-
-def decode_e4m3fn(code: Array) -> Array:
-    """Float32 values of e4m3fn codes (uint8): sign, 4 bits of exponent of bias 7, 3 of mantissa.
-
-    The bits are moved to where float32 has them. (OCP 8-bit floating point specification, 1.0.)
-    """
-    bits = code.astype(jnp.uint32)
-    magnitude = bits & 0x7F
-    value = jnp.where(
-        magnitude < 8,  # subnormal: multiples of 2^-9
-        magnitude.astype(jnp.float32) * jnp.float32(2**-9),
-        lax.bitcast_convert_type((magnitude << 20) + jnp.uint32((127 - 7) << 23), jnp.float32),
-    )
-    value = jnp.where(magnitude == 0x7F, jnp.nan, value)
-    return jnp.where(bits >= 0x80, -value, value)
 
 
 def _dot(subscripts: str, x: Array, y: Array) -> Array:

@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 from test_attention import SCALE, assert_same, check_rows, queries
 
 from jax_sparse_mla import sparse_mla_fwd
-from jax_sparse_mla.reference import (
-    CPU_TILING,
-    decode,
-    decode_e4m3fn,
-    gpu_tiling,
-    sparse_mla_reference,
-)
+from jax_sparse_mla.decode import decode, decode_e4m3fn
+from jax_sparse_mla.reference import sparse_mla_reference
+from jax_sparse_mla.tiling import CPU_TILING, gpu_tiling
 
 
 @pytest.fixture
