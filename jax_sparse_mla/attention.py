@@ -73,8 +73,8 @@ def sparse_mla_fwd(
       softmax_scale: finite number, static; natural units. 0, or at least 2^-99 in size.
       row_lengths: [n] integer, only with padded rows: entries of row i from row_lengths[i] on do
         not count. Clamped to 0 .. w; default w.
-      has_invalid: static. Says that rows may end in masked entries, so that skipping them is worth
-        looking for. The result does not depend on it.
+      has_invalid: static. aiter's hint that rows may end in masked entries. Reference and kernel
+        find that out by themselves: it changes neither the result nor the time.
       return_lse: static. Also return the lse.
       attn_sink: [H] float32, bfloat16 or float16, natural units: one more logit a head, with no
         value, so that out is multiplied by ``sigmoid(lse - attn_sink)``. lse is not changed by it.

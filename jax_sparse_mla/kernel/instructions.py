@@ -421,8 +421,9 @@ def to_fp8(pairs: Sequence[Value], scale: Value) -> Value:
 
 
 def from_fp8(word: Value, scale: Value) -> list[Value]:
-    """``v_cvt_scalef32_pk_f32_fp8``: the e4m3 bytes of a dword, times the power of two in
-    ``scale``, as two pairs of floats."""
+    """``v_cvt_scalef32_pk_f32_fp8``: the e4m3 bytes of a dword as two pairs of floats.
+
+    They are multiplied by the power of two in ``scale``."""
     kind = _vector(2, ir.F32Type.get())
     return [
         Vector(rocdl.cvt_scalef32_pk_f32_fp8(kind, raw(word), raw(scale), half), (2,), fx.Float32)

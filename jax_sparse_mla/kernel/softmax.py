@@ -102,8 +102,10 @@ class Weights(NamedTuple):
         return line
 
     def _common_exponents(self, largest: list[Value]) -> tuple[Value, list[Value]]:
-        """Of four numbers' maxima over the lane groups: lane group g's own E8M0 scale is that of
-        number g, and every lane has the unit of all four."""
+        """E8M0 scales and units of four numbers' maxima over the lane groups.
+
+        Lane group g gets the scale of number g, and every lane the unit of all four.
+        """
         even = isa.maximum(*isa.swap_rows_32(largest[0], largest[2]))
         odd = isa.maximum(*isa.swap_rows_32(largest[1], largest[3]))
         scale = e8m0_scale(isa.maximum(*isa.swap_rows_16(even, odd)))

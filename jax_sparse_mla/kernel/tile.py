@@ -115,8 +115,10 @@ class Tiles(NamedTuple):
         return [isa.global_load(r, 4, _ROPE + 64 * i) for r in records for i in (0, 1)]
 
     def _base_of_group(self, stride: int) -> Value:
-        """64-bit address of lane group g's part of record 0, g * stride bytes in; worked out when
-        it is needed, for the registers."""
+        """64-bit address of lane group g's part of record 0, g * stride bytes in.
+
+        It is worked out anew where it is needed, to spare registers.
+        """
         return self.kv + fx.Uint64(fx.Uint32(isa.opaque(self.group))) * stride
 
     def bias(self, side: Side, subtile: int) -> Value:

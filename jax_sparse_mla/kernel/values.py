@@ -27,8 +27,10 @@ _HEADROOM = 64
 
 
 class Output(NamedTuple):
-    """Sums of weighted values: register r of lane (t, g) in part c is column 16c + 4g + r of the
-    wave's block, head t, in units of 2^reference."""
+    """Sums of weighted values, in units of 2^reference.
+
+    Register r of lane (t, g) in part c is column 16c + 4g + r of the wave's block, head t.
+    """
 
     parts: list[Value]
     reference: Value
