@@ -154,7 +154,11 @@ def hadamard(x: ArrayLike) -> jax.Array:
     while matrix.shape[0] < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     rotated = jnp.einsum(
-        "...d,de->...e", x, jnp.asarray(matrix, x.dtype), preferred_element_type=jnp.float32
+        "...d,de->...e",
+        x,
+        jnp.asarray(matrix, x.dtype),
+        preferred_element_type=jnp.float32,
+        precision=lax.Precision.HIGHEST,  # else a GPU rounds float32 operands to 11 bits
     )
     return (rotated * size**-0.5).astype(x.dtype)
 

@@ -8,6 +8,7 @@ draft tokens a request mix freely in one call.
 Keys and their cache: index_keys.py; the selection: topk.py.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -225,10 +226,12 @@ def _tile_logits(q: jax.Array, weights: jax.Array, keys: jax.Array, pattern: str
     if keys.shape[-1] == PACKED_KEY_BYTES:
         keys, scale = split_packed(keys)
     dtype = jnp.promote_types(q.dtype, jnp.bfloat16)
-    products = jnp.einsum(
-        pattern, q.astype(dtype), keys.astype(dtype), preferred_element_type=jnp.float32
+    # Without HIGHEST a GPU would round float32 operands to 11 bits, and select other tokens.
+    product = functools.partial(
+        jnp.einsum, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
     )
-    logits = jnp.einsum("nh,nht->nt", weights.astype(jnp.float32), jax.nn.relu(products))
+    products = product(pattern, q.astype(dtype), keys.astype(dtype))
+    logits = product("nh,nht->nt", weights.astype(jnp.float32), jax.nn.relu(products))
     # A key's scale is positive, so it passes through the relu and is applied once a token, not once
     # a head.
     return logits if scale is None else logits * scale

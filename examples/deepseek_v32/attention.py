@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from examples.deepseek_v32 import params, rope
 from examples.deepseek_v32.cache import Cache, write_tokens
@@ -108,7 +109,9 @@ def project(
     index_q = index_q.reshape(index_q.shape[0], -1, INDEX_DIM)
     index_key = contract("nd,kd->nk", x, index.wk)
     index_key = layer_norm(index_key, index.k_norm_scale, index.k_norm_bias)
-    index_weights = jnp.einsum("nd,hd->nh", x.astype(jnp.float32), index.weights_proj)
+    index_weights = jnp.einsum(
+        "nd,hd->nh", x.astype(jnp.float32), index.weights_proj, precision=lax.Precision.HIGHEST
+    )
     return Projected(
         q_nope=q_nope,
         q_rope=rope.rotate_interleaved(q_rope, shared.cos, shared.sin),

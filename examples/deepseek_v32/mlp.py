@@ -57,7 +57,11 @@ def route(p: Moe, x: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
       Experts ``[n, K]`` int32 and their weights ``[n, K]`` float32.
     """
     n = x.shape[0]
-    scores = jax.nn.sigmoid(jnp.einsum("nd,ed->ne", x.astype(jnp.float32), p.router))
+    # Without HIGHEST a GPU would round both to 11 bits, and choose other experts.
+    logits = jnp.einsum(
+        "nd,ed->ne", x.astype(jnp.float32), p.router, precision=lax.Precision.HIGHEST
+    )
+    scores = jax.nn.sigmoid(logits)
     choice = scores + p.bias
     groups = choice.reshape(n, config.n_group, -1)
     group_scores = jnp.sum(lax.top_k(groups, 2)[0], axis=-1)
