@@ -1,5 +1,6 @@
 """One layer's attention: absorbed MLA over the tokens that its indexer selects."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -69,9 +70,15 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
     return (wide * weight + bias).astype(x.dtype)
 
 
+product = functools.partial(
+    jnp.einsum, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST
+)
+"""einsum in float32: without HIGHEST a GPU would round float32 operands to 11 bits."""
+
+
 def contract(pattern: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """einsum summed in float32, result in x's dtype."""
-    return jnp.einsum(pattern, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+    return product(pattern, x, weight).astype(x.dtype)
 
 
 class Projected(NamedTuple):
@@ -109,9 +116,7 @@ def project(
     index_q = index_q.reshape(index_q.shape[0], -1, INDEX_DIM)
     index_key = contract("nd,kd->nk", x, index.wk)
     index_key = layer_norm(index_key, index.k_norm_scale, index.k_norm_bias)
-    index_weights = jnp.einsum(
-        "nd,hd->nh", x.astype(jnp.float32), index.weights_proj, precision=lax.Precision.HIGHEST
-    )
+    index_weights = product("nd,hd->nh", x.astype(jnp.float32), index.weights_proj)
     return Projected(
         q_nope=q_nope,
         q_rope=rope.rotate_interleaved(q_rope, shared.cos, shared.sin),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from examples.deepseek_v32.attention import contract
+from examples.deepseek_v32.attention import contract, product
 from examples.deepseek_v32.config import Config
 from examples.deepseek_v32.options import Options
 from examples.deepseek_v32.params import Mlp, Moe
@@ -57,11 +57,7 @@ def route(p: Moe, x: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:
       Experts ``[n, K]`` int32 and their weights ``[n, K]`` float32.
     """
     n = x.shape[0]
-    # Without HIGHEST a GPU would round both to 11 bits, and choose other experts.
-    logits = jnp.einsum(
-        "nd,ed->ne", x.astype(jnp.float32), p.router, precision=lax.Precision.HIGHEST
-    )
-    scores = jax.nn.sigmoid(logits)
+    scores = jax.nn.sigmoid(product("nd,ed->ne", x.astype(jnp.float32), p.router))
     choice = scores + p.bias
     groups = choice.reshape(n, config.n_group, -1)
     group_scores = jnp.sum(lax.top_k(groups, 2)[0], axis=-1)

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from examples.deepseek_v32.attention import Geometry, Rows, attention, geometry, rms_norm
+from examples.deepseek_v32.attention import (
+    Geometry,
+    Rows,
+    attention,
+    geometry,
+    product,
+    rms_norm,
+)
 from examples.deepseek_v32.cache import Cache
 from examples.deepseek_v32.config import Config
 from examples.deepseek_v32.mlp import feed_forward
@@ -45,7 +52,7 @@ def forward(
     for group, first in layers:
         x, cache = _layers(group, first, x, cache, rows, shared, config, options)
     x = rms_norm(x[output_rows], params.norm, config.rms_norm_eps)
-    logits = jnp.einsum("nd,vd->nv", x, params.lm_head, preferred_element_type=jnp.float32)
+    logits = product("nd,vd->nv", x, params.lm_head)
     if options.tensor_axis is not None:
         logits = lax.all_gather(logits, options.tensor_axis, axis=1, tiled=True)
     return logits, cache
