@@ -29,6 +29,21 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     return jnp.asarray(array.astype(jnp.int32))
 
 
+def as_indptr(value: ArrayLike, num_rows: int) -> jax.Array:
+    """The argument ``kv_indptr`` as int32 [num_rows + 1].
+
+    Raises:
+      TypeError: value is not integer.
+      ValueError: it has another shape.
+    """
+    indptr = as_int32("kv_indptr", value)
+    if indptr.shape != (num_rows + 1,):
+        raise ValueError(
+            f"kv_indptr must be [{num_rows + 1}], one more than rows of q, not {list(indptr.shape)}"
+        )
+    return indptr
+
+
 def as_array(name: str, value: object) -> jax.Array:
     """The argument ``name``, which must be an array already, as a JAX array.
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_sparse_mla.arguments import INT32_MAX, as_array, as_int32, check_choice
+from jax_sparse_mla.arguments import INT32_MAX, as_array, as_indptr, as_int32, check_choice
 from jax_sparse_mla.kernel.contract import LATENT_DIM, ROPE_DIM
 from jax_sparse_mla.kernel.specialisation import ScaleFormat
 from jax_sparse_mla.lse import apply_sink
@@ -176,11 +176,7 @@ def _operands(
         raise ValueError(
             "row_lengths must be None where kv_indptr is given: that holds the lengths"
         )
-    indptr = as_int32("kv_indptr", kv_indptr)
-    if indptr.shape != (n + 1,):
-        raise ValueError(
-            f"kv_indptr must be [{n + 1}], one more than rows of q, not {list(indptr.shape)}"
-        )
+    indptr = as_indptr(kv_indptr, n)
     if indices.ndim != 1:
         raise ValueError(
             f"kv_indices must be [nnz] where kv_indptr is given, not {list(indices.shape)}"

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_sparse_mla.arguments import as_int32
+from jax_sparse_mla.arguments import as_indptr, as_int32
 from jax_sparse_mla.attention import Queries, sparse_mla_fwd
 from jax_sparse_mla.context import attend_context_shard
 
@@ -262,15 +262,12 @@ def _checked(operands: _Operands) -> _Operands:
     q = tuple(operands.q) if isinstance(operands.q, list) else operands.q
     integers = {
         name: as_int32(name, value)
-        for name in ("kv_indptr", "kv_indices", "row_lengths")
+        for name in ("kv_indices", "row_lengths")
         if (value := getattr(operands, name)) is not None
     }
-    if (indptr := integers.get("kv_indptr")) is not None:
-        n = np.shape(q[0] if isinstance(q, tuple) else q)[0]
-        if indptr.shape != (n + 1,):
-            raise ValueError(
-                f"kv_indptr must be [{n + 1}], one more than rows of q, not {list(indptr.shape)}"
-            )
+    if operands.kv_indptr is not None:
+        num_rows = np.shape(q[0] if isinstance(q, tuple) else q)[0]
+        integers["kv_indptr"] = as_indptr(operands.kv_indptr, num_rows)
     return operands._replace(q=q, **integers)
 
 
