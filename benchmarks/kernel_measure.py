@@ -16,8 +16,8 @@ from gfx950_sim.recording import MemoryTotals, memory_totals
 from gfx950_sim.timeline import Workgroup, estimate
 
 from benchmarks.kernel_run import HEADS, Run, SparseMla, executed, make_inputs
+from jax_sparse_mla.kernel.contract import TILE
 
-TILE = 128
 SHORT, LONG = 1024, 2048
 """Row lengths whose difference gives what one more tile costs."""
 STAGGERS = (1, 4, 7)

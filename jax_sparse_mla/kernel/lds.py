@@ -12,13 +12,12 @@ here, and all of them are free of bank conflicts because the 16-byte chunk ``C``
 
 from typing import NamedTuple
 
-from jax_sparse_mla.kernel.contract import HEADS_PER_GROUP, LATENT_DIM
+from jax_sparse_mla.kernel.contract import HEADS_PER_GROUP, LATENT_DIM, TILE
 
 WAVES = 4
 LANES = 64
-TILE = 128
-"""Entries of a tile; wave w computes the scores of entries 32w .. 32w + 31."""
 WAVE_ENTRIES = TILE // WAVES
+"""Wave w computes the scores of entries 32w .. 32w + 31 of a tile."""
 CHUNK = 16
 """Bytes that move together; a 128-column scale block of a row is eight chunks."""
 
