@@ -13,7 +13,7 @@ from sim_snippets import (
     lanes_of,
 )
 
-FP8, BF8 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+FP8, BF8, FP4 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn
 SMALL = {"fp8": FP8, "bf8": BF8}
 CODES = np.arange(256, dtype=np.uint8)
 WORDS = CODES.view(np.uint32)
@@ -185,6 +185,73 @@ with np.errstate(all="ignore"):
             ),
             into_half(packed(EDGES / 4, OTHERS / 4, dtype), 0, dtype),
         )
+
+    # fp4: two nibbles a byte, at every boundary between codes and at every byte.
+    nibbles = np.stack([CODES & 0xF, CODES >> 4], -1).view(FP4).astype(np.float64)
+    ties = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 7])
+    around = [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(8))]
+    specials = [0, 1e-45, 0.5, 6, 1e30, np.inf, np.nan, 4]
+    FOURTHS = np.concatenate([*around, specials]).astype(np.float32)
+    FOURTHS = np.concatenate([FOURTHS, -FOURTHS])
+    TURNED = np.roll(FOURTHS, 23)
+    fourths = {1: bits(FOURTHS), 2: bits(TURNED), 0: OLD}
+
+    def fp4_byte(low, high) -> np.ndarray:
+        """uint8 [64] of two codes, rounded by an independent library; NaN is 6 with its sign."""
+        pair = np.stack([low, high], -1).astype(np.float64)
+        codes = np.abs(pair).astype(FP4).view(np.uint8)
+        codes = np.where(np.isnan(pair), 7, codes) | np.signbit(pair) << 3
+        return (codes[:, 0] | codes[:, 1] << 4).astype(np.uint8)
+
+    def into_byte(codes, byte) -> np.ndarray:
+        """OLD as bytes [64, 4], with one replaced."""
+        result = OLD.copy().view(np.uint8).reshape(64, 4)
+        result[:, byte] = codes
+        return result
+
+    for byte in range(4):
+        low, high = byte & 1, byte >> 1
+        exact = nibbles.reshape(64, 4, 2)[:, byte] * factors()[:, None]
+        case(
+            f"cvt_scalef32_pk_f32_fp4 byte {byte}",
+            Snippet(
+                f"v_cvt_scalef32_pk_f32_fp4 v[0:1], v2, v3 op_sel:[{low},{high},0]",
+                {2: WORDS, 3: SCALES, 0: OLD, 1: OLD},
+                (0, 1),
+            ),
+            exact.astype(np.float32).T,
+        )
+        # Each source's own power of two brings it back to where the rounding is.
+        shifted = [np.ldexp(x, EXPONENTS.astype(int) - 127) for x in (FOURTHS, TURNED)]
+        signs = [np.copysign(x / factors(), x) for x in shifted]
+        case(
+            f"cvt_scalef32_pk_fp4_f32 byte {byte}",
+            Snippet(
+                f"v_cvt_scalef32_pk_fp4_f32 v0, v1, v2, v3 op_sel:[0,0,{low},{high}]",
+                {1: bits(shifted[0]), 2: bits(shifted[1]), 3: SCALES, 0: OLD},
+            ),
+            into_byte(fp4_byte(*signs), byte),
+        )
+        case(
+            f"cvt_scalef32_pk_fp4_f32 byte {byte} modifiers, inline scale",
+            Snippet(
+                f"v_cvt_scalef32_pk_fp4_f32 v0, -v1, |v2|, 2.0 op_sel:[0,0,{low},{high}]",
+                fourths,
+            ),
+            into_byte(fp4_byte(-FOURTHS / 2, np.abs(TURNED) / 2), byte),
+        )
+    case(
+        "cvt_scalef32_pk_fp4_f32 whole dword",
+        Snippet(
+            "\n".join(
+                f"v_cvt_scalef32_pk_fp4_f32 v0, v{1 + n % 2}, v{2 - n % 2}, 1.0 "
+                f"op_sel:[0,0,{n & 1},{n >> 1}]"
+                for n in range(4)
+            ),
+            fourths,
+        ),
+        np.stack([fp4_byte(FOURTHS, TURNED), fp4_byte(TURNED, FOURTHS)] * 2, -1),
+    )
 
     two = {1: bits(EDGES), 2: bits(OTHERS), 0: OLD}
     case(
@@ -377,6 +444,8 @@ PARTIAL = [
     "cvt_pk_f32_fp8 word 1",
     "cvt_scalef32_pk_f16_fp8 word 1",
     "cvt_scalef32_pk_fp8_f32 half 1",
+    "cvt_scalef32_pk_f32_fp4 byte 1",
+    "cvt_scalef32_pk_fp4_f32 byte 2",
     "cvt_pk_fp8_f32 half 0",
     "cvt_pk_bf16_f32",
     "cvt_i32_f32",

@@ -9,14 +9,15 @@ from gfx950_sim.isa import matrix
 from sim_snippets import SOME_LANES, Runner, Snippet, instructions_in
 
 FP8, BF8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
-DTYPES = {"f16": np.float16, "bf16": BF16, "fp8": FP8, "bf8": BF8, "f32": np.float32}
-E8M0 = ml_dtypes.float8_e8m0fnu
+FP4 = ml_dtypes.float4_e2m1fn
+DTYPES = {"f16": np.float16, "bf16": BF16, "fp8": FP8, "bf8": BF8, "fp4": FP4, "f32": np.float32}
+F8F6F4_CODES = {"fp8": 0, "bf8": 1, "fp4": 4}
 
 
 def input_place(size: int, k_count: int, two_runs: bool, i: int, k: int) -> tuple[int, int]:
     """(lane, item) of A[i, k], and of B[k, i].
 
-    CDNA4 ISA 7.1.4.1; with two runs, the FP8 tables of 7.1.5.1.
+    CDNA4 ISA 7.1.4.1; with two runs, the FP8 tables of 7.1.5.1. FP4 has one run there.
     """
     groups = 64 // size
     if two_runs:
@@ -32,13 +33,17 @@ def output_place(size: int, i: int, j: int) -> tuple[int, int]:
     return j + size * ((i // 4) % rows), i % 4 + 4 * (i // (4 * rows))
 
 
-def place_input(values: np.ndarray, two_runs: bool = False) -> np.ndarray:
+def place_input(values: np.ndarray, f8f6f4: bool = False) -> np.ndarray:
     """Registers [n, 64] of A [size, k], or of B transposed."""
     size, k_count = values.shape
+    two_runs = f8f6f4 and values.dtype != FP4
     lanes = np.zeros((64, size * k_count // 64), values.dtype)
     for i, k in itertools.product(range(size), range(k_count)):
         lane, item = input_place(size, k_count, two_runs, i, k)
         lanes[lane, item] = values[i, k]
+    if values.dtype == FP4:  # NumPy keeps one in the low half of each byte
+        nibbles = lanes.view(np.uint8) & 0xF
+        return (nibbles[:, ::2] + 16 * nibbles[:, 1::2]).view(np.uint32).T
     return lanes.view(np.uint32).T
 
 
@@ -72,7 +77,7 @@ def random_matrix(rng: np.random.Generator, shape: tuple[int, int], dtype) -> np
     return values.astype(np.float32).astype(dtype)
 
 
-def snippet(code: str, a, b, c, scales=(), two_runs: bool = False, **options) -> Snippet:
+def snippet(code: str, a, b, c, scales=(), **options) -> Snippet:
     """`code` with A, B and C written as {a}, {b}, {c}, scales as {sa}, {sb}; D replaces C."""
     registers: dict[int, np.ndarray] = {}
     ranges = {}
@@ -85,8 +90,8 @@ def snippet(code: str, a, b, c, scales=(), two_runs: bool = False, **options) ->
         ranges[name] = f"v[{first}:{first + len(rows) - 1}]" if len(rows) > 1 else f"v{first}"
 
     add("c", place_output(c))
-    add("a", place_input(a, two_runs))
-    add("b", place_input(b, two_runs))
+    add("a", place_input(a, "f8f6f4" in code))
+    add("b", place_input(b, "f8f6f4" in code))
     for name, scale in zip(("sa", "sb"), scales, strict=False):
         add(name, scale[np.newaxis])
     outputs = tuple(range(c.size // 64))
@@ -150,17 +155,16 @@ for shape, size, k_count, a_type, b_type in DENSE:
 for size, k_count, shape in ((16, 128, "16x16x128"), (32, 64, "32x32x64")):
     blocks = k_count // 32
     c = random_matrix(RNG, (size, size), np.float32)
-    for (a_code, a_type), (b_code, b_type) in itertools.product(
-        enumerate(("fp8", "bf8")), repeat=2
-    ):
+    for (a_type, a_code), (b_type, b_code) in itertools.product(F8F6F4_CODES.items(), repeat=2):
         a = random_matrix(RNG, (size, k_count), DTYPES[a_type])
         b = random_matrix(RNG, (size, k_count), DTYPES[b_type])
         kinds = f"cbsz:{a_code} blgp:{b_code}"
         name = f"{shape} {a_type} {b_type}"
         code = f"v_mfma_f32_{shape}_f8f6f4 {{c}}, {{a}}, {{b}}, {{c}} {kinds}"
-        case(f"unscaled {name}", code, a, b, c, two_runs=True)
+        case(f"unscaled {name}", code, a, b, c)
         for a_byte, b_byte in itertools.product(range(4), repeat=2):
-            if (a_type, b_type) != ("fp8", "fp8") and (a_byte, b_byte) != (3, 1):
+            every_byte = a_type == "fp8" and b_type in ("fp8", "fp4")
+            if not every_byte and (a_byte, b_byte) != (3, 1):
                 continue
             # Every row and block, on both sides, has a scale of its own.
             registers = [RNG.integers(0, 2**32, 64, dtype=np.uint32) for _ in range(2)]
@@ -179,16 +183,7 @@ for size, k_count, shape in ((16, 128, "16x16x128"), (32, 64, "32x32x64")):
                 f"v_mfma_scale_f32_{shape}_f8f6f4 {{c}}, {{a}}, {{b}}, {{c}}, {{sa}}, {{sb}} "
                 f"op_sel:{low} op_sel_hi:{high} {kinds}"
             )
-            case(
-                f"scaled {name} bytes {a_byte} {b_byte}",
-                code,
-                a,
-                b,
-                c,
-                factors,
-                scales=registers,
-                two_runs=True,
-            )
+            case(f"scaled {name} bytes {a_byte} {b_byte}", code, a, b, c, factors, scales=registers)
 
 SPECIAL = {}
 ones = np.ones((16, 128), FP8)
@@ -201,7 +196,6 @@ SPECIAL["NaN scale"] = snippet(
     ones,
     np.zeros((16, 16), np.float32),
     scales=(nan_scale, half_words),
-    two_runs=True,
 )
 infinite = np.ones((16, 32), np.float16)
 infinite[3, 20], infinite[9, 1] = np.inf, np.nan
@@ -263,7 +257,7 @@ def test_a_constant_scale():
 
 
 @pytest.mark.parametrize("field", ["cbsz", "blgp"])
-@pytest.mark.parametrize("code", [2, 3, 4])
+@pytest.mark.parametrize("code", [2, 3, 5, 7])
 def test_formats_that_are_not_modelled_are_errors(field, code):
     record = matrix.INSTRUCTIONS["v_mfma_f32_16x16x128_f8f6f4"]
     rows = np.zeros((8, 64), np.uint32)

@@ -204,6 +204,29 @@ def _small_format(
     }
 
 
+# fp4 (e2m1) ---------------------------------------------------------------------------------------
+
+
+def scaled_pk_f32_fp4(a: Words, scale: Words, op_sel: int) -> Floats:
+    """Two nibbles of the byte that op_sel[1:0] picks, the lower first, as float32 [2, 64]."""
+    byte = (a >> np.uint32(8 * (op_sel & 3))) & np.uint32(0xFF)
+    nibbles = np.stack([byte & np.uint32(0xF), byte >> np.uint32(4)])
+    return formats.FP4_F32.take(nibbles) * _factors(scale, formats.E8M0_F32)
+
+
+def scaled_pk_fp4_f32(a: Floats, b: Floats, scale: Words, old: Words, op_sel: int) -> Words:
+    """`old` with the byte that op_sel[3:2] picks replaced by the codes of a (lower nibble) and b.
+
+    The quotients are exact in float32 wherever they are not rounded to zero or beyond 6.
+    """
+    inverse = _factors(scale, formats.E8M0_INVERSE_F32)
+    # The sign is the source's, also where the scale is NaN.
+    low, high = (formats.encode_fp4(np.copysign(x * inverse, x)) for x in (a, b))
+    shift = np.uint32(8 * (op_sel >> 2 & 3))
+    byte = (low | high << np.uint8(4)).astype(np.uint32)
+    return (old & ~(np.uint32(0xFF) << shift)) | byte << shift
+
+
 INSTRUCTIONS: dict[str, Valu] = {
     "v_cvt_f32_i32": Valu(lambda a: a.astype(np.float32), "f32", ("i32",)),
     "v_cvt_f32_u32": Valu(lambda a: a.astype(np.float32), "f32", ("u32",)),
@@ -234,4 +257,8 @@ INSTRUCTIONS: dict[str, Valu] = {
     "v_cvt_pk_bf16_f32": Valu(cvt_pk_bf16_f32, "u32", ("f32", "f32")),
     **_small_format("fp8", formats.FP8_F32, formats.encode_fp8),
     **_small_format("bf8", formats.BF8_F32, formats.encode_bf8),
+    "v_cvt_scalef32_pk_f32_fp4": Valu(scaled_pk_f32_fp4, "f32x2", ("u32", "u32"), ("op_sel",)),
+    "v_cvt_scalef32_pk_fp4_f32": Valu(
+        scaled_pk_fp4_f32, "u32", ("f32", "f32", "u32"), ("op_sel",), reads_dst=True
+    ),
 }

@@ -6,8 +6,10 @@ column of B, that the lane holds, and g = l // M counts its group of lanes:
 
 - A and B: a lane holds consecutive k in its registers, groups follow one another: k = K_L * g +
   item, K_L items a lane.
-- A and B of *_f8f6f4 in 8-bit formats: two runs of 16 bytes, each laid out like that: k = 16 * G *
-  run + 16 * g + byte, G groups.
+- A and B of *_f8f6f4, each by its own format, whatever the other's is. In an 8-bit format: two runs
+  of 16 bytes, each laid out like that: k = 16 * G * run + 16 * g + byte, G groups. In the 4-bit
+  format: one run of 32 nibbles in four registers, the low nibble of a byte first: k = 32 * g +
+  nibble.
 - C and D: register r of lane l is row 4 * G * (r // 4) + 4 * g + r % 4, column t.
 - Scales of *_scale_*: the E8M0 byte for row (column) t and the 32 values k // 32 = kb comes from
   lane M * kb + t of the scale register; op_sel picks the byte. An inline float constant stands for
@@ -53,19 +55,30 @@ def _values_bf8(words: Words) -> Doubles:
     return formats.BF8_F64.take(words.view(np.uint8))
 
 
+_NIBBLE_SHIFTS = np.array([0, 4], np.uint8)
+
+
+def _values_fp4(words: Words) -> Doubles:
+    nibbles = (words.view(np.uint8)[..., np.newaxis] >> _NIBBLE_SHIFTS) & np.uint8(0xF)
+    return formats.FP4_F64.take(nibbles).reshape(words.shape[0], -1)
+
+
 DECODERS: dict[str, Decoder] = {
     "f32": _values_f32,
     "f16": _values_f16,
     "bf16": _values_bf16,
     "fp8": _values_fp8,
     "bf8": _values_bf8,
+    "fp4": _values_fp4,
 }
 """Element formats of A and B: a function from words [rows, n] to values [rows, n * elements a
 word]."""
 
-F8F6F4_FORMATS = {0: "fp8", 1: "bf8"}
-"""CBSZ (for A) and BLGP (for B) of *_f8f6f4; 2, 3 and 4 are the 6- and 4-bit formats, which are not
+F8F6F4_FORMATS = {0: "fp8", 1: "bf8", 4: "fp4"}
+"""CBSZ (for A) and BLGP (for B) of *_f8f6f4; 2 and 3 are the 6-bit formats, which are not
 modelled."""
+F8F6F4_RUNS = {"fp8": 2, "bf8": 2, "fp4": 1}
+"""Runs of consecutive k that a lane holds."""
 
 
 @functools.cache
@@ -95,13 +108,16 @@ def accumulate(product: Doubles, c: Words) -> Words:
     return total.astype(np.float32).view(np.uint32)
 
 
-def multiply(
-    size: int, a: Words, b: Words, c: Words, a_format: str, b_format: str, runs: int = 1
-) -> Words:
-    """D of an unscaled MFMA with M = N = `size`, as registers [k, 64]."""
-    left = DECODERS[a_format](operand_rows(a, size, runs))
-    right = DECODERS[b_format](operand_rows(b, size, runs))
+def multiply(size: int, a: Words, b: Words, c: Words, a_format: str, b_format: str) -> Words:
+    """D of an MFMA on one format's layout with M = N = `size`, as registers [k, 64]."""
+    left = DECODERS[a_format](operand_rows(a, size))
+    right = DECODERS[b_format](operand_rows(b, size))
     return accumulate(left @ right.T, c)
+
+
+def f8f6f4_values(size: int, registers: Words, name: str) -> Doubles:
+    """A (or B transposed) of *_f8f6f4, [size, k], from registers in the format `name`."""
+    return DECODERS[name](operand_rows(registers, size, F8F6F4_RUNS[name]))
 
 
 def scale_codes(register: Words, op_sel: int, op_sel_hi: int, bit: int) -> formats.Bytes:
@@ -127,26 +143,10 @@ def _scaled(values: Doubles, codes: formats.Bytes) -> Doubles:
     return (values.reshape(rows, -1, 32) * factors[:, :, np.newaxis]).reshape(rows, -1)
 
 
-def multiply_scaled(
-    size: int,
-    a: Words,
-    b: Words,
-    c: Words,
-    a_format: str,
-    b_format: str,
-    a_codes: formats.Bytes,
-    b_codes: formats.Bytes,
-) -> Words:
-    """D of a block-scaled MFMA in 8-bit formats with M = N = `size`, as registers [k, 64]; scale
-    codes are uint8 [64]."""
-    left = _scaled(DECODERS[a_format](operand_rows(a, size, 2)), a_codes)
-    right = _scaled(DECODERS[b_format](operand_rows(b, size, 2)), b_codes)
-    return accumulate(left @ right.T, c)
-
-
 def _f8f6f4_format(field: str, code: int) -> str:
     if code not in F8F6F4_FORMATS:
-        raise NotImplementedError(f"{field} {code}: only fp8 (0) and bf8 (1) matrices are modelled")
+        known = ", ".join(f"{name} ({c})" for c, name in F8F6F4_FORMATS.items())
+        raise NotImplementedError(f"{field} {code}: only {known} matrices are modelled")
     return F8F6F4_FORMATS[code]
 
 
@@ -162,8 +162,9 @@ def _dense(size: int, a_format: str, b_format: str) -> Matrix:
 
 def _f8f6f4(size: int) -> Matrix:
     def function(a: Words, b: Words, c: Words, cbsz: int = 0, blgp: int = 0) -> Words:
-        formats_ab = _f8f6f4_format("cbsz", cbsz), _f8f6f4_format("blgp", blgp)
-        return multiply(size, a, b, c, *formats_ab, runs=2)
+        left = f8f6f4_values(size, a, _f8f6f4_format("cbsz", cbsz))
+        right = f8f6f4_values(size, b, _f8f6f4_format("blgp", blgp))
+        return accumulate(left @ right.T, c)
 
     return Matrix(function, modifiers=("cbsz", "blgp"))
 
@@ -180,10 +181,11 @@ def _scaled_f8f6f4(size: int) -> Matrix:
         cbsz: int = 0,
         blgp: int = 0,
     ) -> Words:
-        formats_ab = _f8f6f4_format("cbsz", cbsz), _f8f6f4_format("blgp", blgp)
-        a_codes = scale_codes(scale_a, op_sel, op_sel_hi, 0)
-        b_codes = scale_codes(scale_b, op_sel, op_sel_hi, 1)
-        return multiply_scaled(size, a, b, c, *formats_ab, a_codes, b_codes)
+        left = f8f6f4_values(size, a, _f8f6f4_format("cbsz", cbsz))
+        right = f8f6f4_values(size, b, _f8f6f4_format("blgp", blgp))
+        left = _scaled(left, scale_codes(scale_a, op_sel, op_sel_hi, 0))
+        right = _scaled(right, scale_codes(scale_b, op_sel, op_sel_hi, 1))
+        return accumulate(left @ right.T, c)
 
     return Matrix(function, modifiers=("op_sel", "op_sel_hi", "cbsz", "blgp"), scaled=True)
 
