@@ -115,15 +115,18 @@ def test_passes_follow_from_the_peak_rate(shape):
     assert MFMA_PASSES[shape] == expected
 
 
-def test_narrow_formats_take_half_the_passes():
+def test_two_narrow_formats_take_half_the_passes():
     code = """
 v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[8:15], v[16:23], v[0:3]
 v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[8:11], v[16:19], v[0:3] cbsz:4 blgp:4
+v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[8:15], v[16:19], v[0:3] blgp:4
+v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[8:11], v[16:23], v[0:3] cbsz:4
 s_endpgm
 """
     program = load_program(CodeObject(assemble({"k": Assembly(code)})).kernel("k").code)
-    wide, narrow = (cost_of(i, P) for i in program.instructions[:2])
-    assert (wide.unit, wide.busy, narrow.busy) == (Unit.MFMA, 32, 16)
+    costs = [cost_of(i, P) for i in program.instructions[:4]]
+    assert {cost.unit for cost in costs} == {Unit.MFMA}
+    assert [cost.busy for cost in costs] == [32, 16, 32, 32]
 
 
 # Timelines worked by hand ------------------------------------------------------------------------

@@ -150,6 +150,27 @@ def test_classes_of_vector_instructions(name, group, kind):
     assert counts.classify(instruction) == counts.Class(group, kind)
 
 
+@pytest.mark.parametrize(
+    ("modifiers", "kind"),
+    [
+        ({}, "fp8"),
+        ({"cbsz": 1}, "fp8"),
+        ({"blgp": 4}, "fp8 by fp4"),
+        ({"cbsz": 4, "blgp": 1}, "fp4 by fp8"),
+        ({"cbsz": 4, "blgp": 4}, "fp4"),
+        ({"cbsz": 2, "blgp": 3}, "fp6"),
+    ],
+)
+def test_matrix_kinds_follow_the_formats(modifiers, kind):
+    from gfx950_sim.decode import Instruction
+
+    for name, prefix in (("v_mfma", ""), ("v_mfma_scale", "scaled ")):
+        instruction = Instruction(
+            0, 0, 8, f"{name}_f32_16x16x128_f8f6f4", "VOP3P_MFMA", {}, modifiers
+        )
+        assert counts.classify(instruction) == counts.Class(counts.MFMA, prefix + kind)
+
+
 def test_a_dma_load_is_not_a_plain_load():
     code = """
 global_load_lds_dwordx4 v[0:1], off

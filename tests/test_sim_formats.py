@@ -57,6 +57,39 @@ def test_bf8_values_worked_by_hand():
     assert nans == [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
 
 
+def test_fp4_every_code():
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    np.testing.assert_array_equal(formats.FP4_F32, [*values, *(-v for v in values)])
+    assert np.signbit(formats.FP4_F32[8])
+    np.testing.assert_array_equal(formats.FP4_F64.astype(np.float32), formats.FP4_F32)
+    np.testing.assert_array_equal(formats.encode_fp4(formats.FP4_F32), np.arange(16))
+
+
+def test_fp4_every_boundary():
+    """A tie goes to the even code; beyond 6 there is nothing but 6, NaN included."""
+    steps = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, 8])
+    codes = np.arange(8)
+    for sign, offset in ((1, 0), (-1, 8)):
+        middle = np.float32(sign) * (steps[:-1] + steps[1:]) / 2
+        below = np.nextafter(middle, np.float32(0))
+        above = np.nextafter(middle, np.float32(sign * np.inf))
+        np.testing.assert_array_equal(formats.encode_fp4(below), codes + offset)
+        np.testing.assert_array_equal(
+            formats.encode_fp4(middle), np.minimum(codes + codes % 2, 7) + offset
+        )
+        np.testing.assert_array_equal(formats.encode_fp4(above), np.minimum(codes + 1, 7) + offset)
+        beyond = np.copysign(np.float32([6.5, 8, 3e38, np.inf, np.nan]), np.float32(sign))
+        assert set(formats.encode_fp4(beyond).tolist()) == {7 + offset}
+
+
+def test_fp4_agrees_with_an_independent_library():
+    values = random_floats()
+    values = np.concatenate([values, np.random.default_rng(2).uniform(-8, 8, 100_000)])
+    numbers = values[~np.isnan(values)].astype(np.float32)
+    expected = numbers.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0xF
+    np.testing.assert_array_equal(formats.encode_fp4(numbers), expected)
+
+
 def test_e8m0_values():
     assert formats.E8M0_F64[0] == 2.0**-127
     assert formats.E8M0_F64[254] == 2.0**127

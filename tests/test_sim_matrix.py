@@ -5,6 +5,8 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from gfx950_sim import CodeObject, Memory, run
+from gfx950_sim.assemble import Assembly, assemble
 from gfx950_sim.isa import matrix
 from sim_snippets import SOME_LANES, Runner, Snippet, instructions_in
 
@@ -231,16 +233,33 @@ def test_infinity_and_nan(runner):
     assert np.isfinite(np.delete(result, [3, 9], axis=0)).all()
 
 
+@pytest.mark.parametrize("undefined", range(4, 17))
+def test_exactly_the_registers_of_both_formats_are_read(undefined):
+    """A fp8 in v[4:11], B fp4 in v[12:15]; v16 would belong to an 8-bit B."""
+    defined = [r for r in (*range(17), 20, 21) if r != undefined]
+    code = "\n".join(f"v_mov_b32 v{r}, 0" for r in defined)
+    code += (
+        "\nv_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:15], v[0:3], v20, v21 "
+        "op_sel_hi:[0,0,0] blgp:4\ns_endpgm"
+    )
+    kernel = CodeObject(assemble({"k": Assembly(code, block_size=64)})).kernel("k")
+    result = run(kernel, (1, 1, 1), (64, 1, 1), [], Memory(), strict=False)
+    faults = [(r.kind, r.detail) for r in result.reports]
+    assert faults == ([] if undefined == 16 else [("uninitialized_register", f"v{undefined}")])
+
+
 @pytest.mark.parametrize("size", [16, 32])
 def test_layout_formulas_agree_with_hardware_facts(size):
     """Spot checks of the two mappings against the ISA's tables."""
     if size == 16:
         assert input_place(16, 128, True, 3, 64 + 16 * 2 + 5) == (3 + 32, 16 + 5)
         assert input_place(16, 32, False, 3, 8 * 2 + 5) == (3 + 32, 5)
+        assert input_place(16, 128, False, 3, 32 * 2 + 21) == (3 + 32, 21)
         assert output_place(16, 4 * 2 + 3, 7) == (7 + 32, 3)
     else:
         assert input_place(32, 64, True, 3, 32 + 16 + 5) == (3 + 32, 16 + 5)
         assert input_place(32, 16, False, 3, 8 + 5) == (3 + 32, 5)
+        assert input_place(32, 64, False, 3, 32 + 21) == (3 + 32, 21)
         assert output_place(32, 8 * 3 + 4 * 1 + 2, 9) == (9 + 32, 14)
 
 

@@ -36,7 +36,7 @@ def classify(instruction: Instruction) -> Class:
     """The class of an instruction, from its mnemonic and encoding."""
     name, encoding = instruction.name, instruction.encoding
     if name.startswith(("v_mfma", "v_smfmac")):
-        return Class(MFMA, _mfma_kind(name))
+        return Class(MFMA, _mfma_kind(instruction))
     if encoding.startswith("VOP"):
         return Class(VALU, _valu_kind(name))
     if encoding == "DS":
@@ -56,10 +56,16 @@ def classify(instruction: Instruction) -> Class:
     return Class(SALU, name)
 
 
-def _mfma_kind(name: str) -> str:
-    operand = name.rsplit("_", 1)[1]
+_F8F6F4_WIDTHS = {0: "fp8", 1: "fp8", 2: "fp6", 3: "fp6", 4: "fp4"}
+"""What cbsz and blgp of *_f8f6f4 are counted as: by their width."""
+
+
+def _mfma_kind(instruction: Instruction) -> str:
+    """fp8, fp6 and fp4 by width; "fp8 by fp4" when A and B differ."""
+    name, operand = instruction.name, instruction.name.rsplit("_", 1)[1]
     if "f8f6f4" in name:
-        return "scaled fp8" if "_scale_" in name else "fp8"
+        a, b = (_F8F6F4_WIDTHS[instruction.modifiers.get(m, 0)] for m in ("cbsz", "blgp"))
+        return ("scaled " if "_scale_" in name else "") + (a if a == b else f"{a} by {b}")
     return {"bf8": "fp8", "16f16": "f16"}.get(operand, operand)
 
 

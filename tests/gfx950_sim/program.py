@@ -137,7 +137,8 @@ def check_modifiers(instruction: Instruction, allowed: set[str]) -> None:
 
 
 def is_partial_write(record: Record) -> bool:
-    """Whether ``old`` only fills the half that is not written, so that it may be undefined."""
+    """Whether ``old`` only fills what is not written (a half, bytes), so that it may be
+    undefined."""
     return isinstance(record, Valu) and record.reads_dst and "op_sel" in record.modifiers
 
 

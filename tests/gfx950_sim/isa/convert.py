@@ -3,7 +3,8 @@
 Sources: the pseudocode of the CDNA4 ISA; its table 31, "Small Float Data Format Conversion ops",
 for rounding and modifiers; "Converts with Scale" for scales (E8M0, the exponent field of a
 float: 2^(field - 127), 255 is NaN); "CVT_*FP8_F32 and CVT*_BF8_F32 FP16_OVFL rule" for
-overflow. A scale multiplies when a small format is widened and divides when one is produced.
+overflow. A scale multiplies when a small format is widened and divides when one is produced. The
+bytes and nibbles of fp4: LLVM's assembler (op_sel) and AMD's fpsan tests, which run on gfx950.
 
 `old` is the destination before the instruction, where only a part of it is written. `fp16_ovfl` is
 MODE.FP16_OVFL.

@@ -155,7 +155,11 @@ def encode_bf8(value: Floats, clamp: bool = False) -> Bytes:
 
 
 def encode_fp4(value: Floats) -> Bytes:
-    """OCP e2m1 codes (0 .. 15) of float32 values: what rounds beyond 6, and infinity, is +-6."""
+    """OCP e2m1 codes (0 .. 15) of float32 values: what rounds beyond 6, and infinity, is +-6.
+
+    NaN has no code; it is +-6 as well in AMD's host models of the conversion (HIP's
+    amd_hip_ocp_host.hpp; composable_kernel's mxf4_utils.hpp).
+    """
     return _FP4_CODES.take(_upper_half_with_sticky(value))
 
 

@@ -8,12 +8,14 @@ column of B, that the lane holds, and g = l // M counts its group of lanes:
   item, K_L items a lane.
 - A and B of *_f8f6f4, each by its own format, whatever the other's is. In an 8-bit format: two runs
   of 16 bytes, each laid out like that: k = 16 * G * run + 16 * g + byte, G groups. In the 4-bit
-  format: one run of 32 nibbles in four registers, the low nibble of a byte first: k = 32 * g +
-  nibble.
+  format: one run of 32 nibbles, the low nibble of a byte first, in four registers (LLVM's
+  assembler takes no other number): k = 32 * g + nibble. The ISA shows equal formats; that mixed
+  ones change nothing agrees with AMD's rocjitsu (mma/layout.h) and with the FP8 by FP4 kernels of
+  ROCm/aiter, which load A in two halves 64 apart and B in one.
 - C and D: register r of lane l is row 4 * G * (r // 4) + 4 * g + r % 4, column t.
 - Scales of *_scale_*: the E8M0 byte for row (column) t and the 32 values k // 32 = kb comes from
-  lane M * kb + t of the scale register; op_sel picks the byte. An inline float constant stands for
-  its exponent field.
+  lane M * kb + t of the scale register, in every format; op_sel picks the byte. An inline float
+  constant stands for its exponent field.
 
 All 64 lanes take part whatever EXEC says, and denormals are kept. The order in which the hardware
 adds is not documented; here products and sums are formed in float64 and rounded to float32 once (a
