@@ -73,7 +73,7 @@ def program(target: str, code: bytes, rows: int, heads: int) -> Callable[[], jax
     attributes = {
         "code": code,
         "code_hash": hashlib.sha256(code).digest(),
-        "symbol": "sparse_mla",
+        "symbol": "sparse_mla_whole",
         "arch": "gfx950",
         "block_size": np.int32(256),
         "lds_bytes": np.int32(65536),

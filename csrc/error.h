@@ -1,9 +1,8 @@
-// Errors of the shim: XLA FFI errors, built from parts.
+// Errors of the shim. They are thrown, and caught at one place: where a handler returns to XLA.
 #ifndef JAX_SPARSE_MLA_ERROR_H_
 #define JAX_SPARSE_MLA_ERROR_H_
 
 #include <sstream>
-#include <string>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -11,20 +10,20 @@ namespace jax_sparse_mla {
 
 using xla::ffi::Error;
 using xla::ffi::ErrorCode;
-using xla::ffi::ErrorOr;
-using xla::ffi::Unexpected;
 
+// Throws an Error whose message is made of parts.
 template <typename... Parts>
-Error MakeError(ErrorCode code, const Parts&... parts) {
+[[noreturn]] void Fail(ErrorCode code, const Parts&... parts) {
   std::ostringstream message;
   message << "jax_sparse_mla: ";
   (message << ... << parts);
-  return Error(code, message.str());
+  throw Error(code, message.str());
 }
 
+// What the caller has to see to.
 template <typename... Parts>
-Error InvalidArgument(const Parts&... parts) {
-  return MakeError(ErrorCode::kInvalidArgument, parts...);
+void Require(bool holds, const Parts&... parts) {
+  if (!holds) Fail(ErrorCode::kInvalidArgument, parts...);
 }
 
 }  // namespace jax_sparse_mla

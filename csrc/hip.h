@@ -4,10 +4,6 @@
 #ifndef JAX_SPARSE_MLA_HIP_H_
 #define JAX_SPARSE_MLA_HIP_H_
 
-#include <string>
-
-#include "error.h"
-
 namespace jax_sparse_mla {
 
 using hipError_t = int;
@@ -23,72 +19,45 @@ struct HipDeviceProperties {
   char after[4096 - 1160 - 256];
 };
 
-class Hip;
-
-// One HIP function. A call that fails becomes an error naming the function and the code.
-template <typename... Args>
-class HipFunction {
- public:
-  explicit HipFunction(const char* name) : name_(name) {}
-
-  inline Error operator()(const Hip& hip, Args... args) const;
-  const char* name() const { return name_; }
-  void set(void* symbol) { function_ = reinterpret_cast<hipError_t (*)(Args...)>(symbol); }
-
- private:
-  const char* name_;
-  hipError_t (*function_)(Args...) = nullptr;
-};
-
-class Hip {
- public:
+struct Hip {
   // The table of the process, loaded by the first call. A library or function that is missing is
   // an error, after which the next call tries again.
-  static ErrorOr<const Hip*> Get();
+  static const Hip& Get();
 
-  Error Failure(const char* function, hipError_t code) const;
+  // Throws an error that names the function and the code, unless the code is hipSuccess.
+  void Check(const char* function, hipError_t code) const;
 
-  HipFunction<int*> GetDevice{"hipGetDevice"};
-  HipFunction<int> SetDevice{"hipSetDevice"};
-  HipFunction<HipDeviceProperties*, int> GetDeviceProperties{"hipGetDevicePropertiesR0600"};
-  HipFunction<hipModule_t*, const void*> ModuleLoadData{"hipModuleLoadData"};
-  HipFunction<hipModule_t> ModuleUnload{"hipModuleUnload"};
-  HipFunction<hipFunction_t*, hipModule_t, const char*> ModuleGetFunction{"hipModuleGetFunction"};
-  HipFunction<hipFunction_t, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-              hipStream_t, void**, void**>
-      ModuleLaunchKernel{"hipModuleLaunchKernel"};
+  // Runs body with a device current on this thread, and makes the former one current again.
+  template <typename Body>
+  void OnDevice(int device, Body body) const;
 
- private:
-  Hip() = default;
-  Error Load(void* library);
-
-  const char* (*get_error_name_)(hipError_t) = nullptr;
-  const char* (*get_error_string_)(hipError_t) = nullptr;
-  hipError_t (*get_last_error_)() = nullptr;
+  hipError_t (*GetDevice)(int*);
+  hipError_t (*SetDevice)(int);
+  hipError_t (*GetDeviceProperties)(HipDeviceProperties*, int);
+  hipError_t (*ModuleLoadData)(hipModule_t*, const void*);
+  hipError_t (*ModuleUnload)(hipModule_t);
+  hipError_t (*ModuleGetFunction)(hipFunction_t*, hipModule_t, const char*);
+  hipError_t (*ModuleLaunchKernel)(hipFunction_t, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                   unsigned, unsigned, hipStream_t, void**, void**);
+  const char* (*GetErrorName)(hipError_t);
+  const char* (*GetErrorString)(hipError_t);
+  hipError_t (*GetLastError)();
 };
 
-template <typename... Args>
-inline Error HipFunction<Args...>::operator()(const Hip& hip, Args... args) const {
-  const hipError_t code = function_(args...);
-  return code == 0 ? Error::Success() : hip.Failure(name_, code);
+template <typename Body>
+void Hip::OnDevice(int device, Body body) const {
+  int former = device;
+  Check("hipGetDevice", GetDevice(&former));
+  if (former == device) return body();
+  Check("hipSetDevice", SetDevice(device));
+  try {
+    body();
+  } catch (...) {
+    if (SetDevice(former) != 0) GetLastError();  // the first error is the one to report
+    throw;
+  }
+  Check("hipSetDevice", SetDevice(former));
 }
-
-// Makes a device current on this thread, and the former one again at the end.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(const Hip& hip) : hip_(hip) {}
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-  ~CurrentDevice() { Restore(); }
-
-  Error Set(int device);
-  Error Restore();
-
- private:
-  const Hip& hip_;
-  int former_ = 0;
-  bool changed_ = false;
-};
 
 }  // namespace jax_sparse_mla
 

@@ -1,159 +1,77 @@
 #include "module_cache.h"
 
-#include <cstring>
+#include <atomic>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <utility>
+#include <string>
+#include <tuple>
 #include <vector>
 
-#include "sha256.h"
+#include "code_object.h"
+#include "error.h"
 
 namespace jax_sparse_mla {
 namespace {
 
-class Module {
- public:
-  // Null if this symbol was not asked for yet.
-  const Kernel* Find(std::string_view symbol) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto kernel = kernels_.find(symbol);
-    return kernel == kernels_.end() ? nullptr : &kernel->second;
-  }
-
-  ErrorOr<const Kernel*> FindOrLoad(const Hip& hip, int device, const KernelSource& source,
-                                    Kernel kernel);
-
- private:
-  Error Load(const Hip& hip, int device, const KernelSource& source, Kernel& kernel);
-
-  std::mutex mutex_;
-  hipModule_t module_ = nullptr;
-  std::vector<char> code_;
-  std::map<std::string, Kernel, std::less<>> kernels_;
-};
-
-using Key = std::pair<int, Sha256Digest>;
-
-struct Cache {
-  std::mutex mutex;  // guards the map only; never held during a call to HIP
-  std::map<Key, std::unique_ptr<Module>> modules;
-
-  static Cache& Get() {
-    static Cache& cache = *new Cache;
-    return cache;
-  }
-};
-
-Error CheckDeviceArch(const Hip& hip, int device, const std::string& arch) {
-  HipDeviceProperties properties{};
-  if (Error error = hip.GetDeviceProperties(hip, &properties, device); error.failure()) {
-    return error;
-  }
-  // "gfx950:sramecc+:xnack-"
-  const std::string_view name(properties.gcn_arch_name,
-                              strnlen(properties.gcn_arch_name, sizeof properties.gcn_arch_name));
-  const std::string_view device_arch = name.substr(0, name.find(':'));
-  if (device_arch == arch) return Error::Success();
-  return MakeError(ErrorCode::kFailedPrecondition, "the kernel is compiled for ", arch,
-                   " but device ", device, " is ", device_arch,
-                   "; pass implementation=\"reference\" to run there");
-}
-
-ErrorOr<const Kernel*> Module::FindOrLoad(const Hip& hip, int device, const KernelSource& source,
-                                          Kernel kernel) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = kernels_.find(source.symbol);
-  if (found != kernels_.end()) return &found->second;
-
-  CurrentDevice current(hip);
-  if (Error error = current.Set(device); error.failure()) return Unexpected(error);
-  if (Error error = Load(hip, device, source, kernel); error.failure()) return Unexpected(error);
-  const Kernel* kept = &kernels_.emplace(source.symbol, std::move(kernel)).first->second;
-  if (Error error = current.Restore(); error.failure()) return Unexpected(error);
-  return kept;
-}
-
-Error Module::Load(const Hip& hip, int device, const KernelSource& source, Kernel& kernel) {
-  const std::string symbol(source.symbol);
-  if (module_ != nullptr) {
-    return hip.ModuleGetFunction(hip, &kernel.function, module_, symbol.c_str());
-  }
-  if (Error error = CheckDeviceArch(hip, device, kernel.arch); error.failure()) return error;
+struct Slot {
+  std::mutex loading;
   // HIP keeps pointing into the image as long as the module lives, the executable that carries the
   // attribute may be gone earlier.
-  std::vector<char> code(source.code.begin(), source.code.end());
-  hipModule_t module = nullptr;
-  if (Error error = hip.ModuleLoadData(hip, &module, code.data()); error.failure()) return error;
-  if (Error error = hip.ModuleGetFunction(hip, &kernel.function, module, symbol.c_str());
-      error.failure()) {
-    hip.ModuleUnload(hip, module);
-    return error;
-  }
-  module_ = module;
-  code_ = std::move(code);
-  return Error::Success();
-}
+  std::vector<char> code;
+  std::atomic<hipFunction_t> function{nullptr};
+};
 
-Error CheckArchAttribute(const KernelSource& source, const std::string& arch) {
-  if (source.arch == arch) return Error::Success();
-  return InvalidArgument("attribute 'arch' is '", source.arch, "' but the code object is for ",
-                         arch);
-}
+// Device, code_hash, symbol, arch, lds_bytes: all that is checked against the code. Only what has
+// passed gets a slot, so that a hit needs no check.
+using Key = std::tuple<int, std::string, std::string, std::string, int32_t>;
+using KeyView = std::tuple<int, std::string_view, std::string_view, std::string_view, int32_t>;
 
-// Everything that can be known of the code object without HIP.
-ErrorOr<Kernel> Check(const KernelSource& source, const Sha256Digest& hash) {
-  if (Sha256(source.code) != hash) {
-    return Unexpected(InvalidArgument("attribute 'code' (", source.code.size(),
-                                      " bytes) does not have the hash that 'code_hash' gives"));
-  }
-  ErrorOr<KernelResources> resources = ReadCodeObject(source.code, source.symbol);
-  if (resources.has_error()) return Unexpected(resources.error());
-  Kernel kernel{nullptr, *resources, CodeObjectArch(source.code)};
-  if (Error error = CheckArchAttribute(source, kernel.arch); error.failure()) {
-    return Unexpected(error);
-  }
-  return kernel;
+void CheckDevice(const Hip& hip, int device, std::string_view arch) {
+  HipDeviceProperties properties{};
+  hip.Check("hipGetDevicePropertiesR0600", hip.GetDeviceProperties(&properties, device));
+  // "gfx950:sramecc+:xnack-"
+  const std::string_view name = properties.gcn_arch_name;
+  const std::string_view device_arch = name.substr(0, name.find(':'));
+  if (device_arch == arch) return;
+  Fail(ErrorCode::kFailedPrecondition, "the kernel is compiled for ", arch, " but device ", device,
+       " is ", device_arch, "; pass implementation=\"reference\" to run there");
 }
 
 }  // namespace
 
-ErrorOr<const Kernel*> FindKernel(const Hip& hip, int device, const KernelSource& source) {
-  if (device < 0) {
-    return Unexpected(MakeError(ErrorCode::kInternal, "XLA gave device ordinal ", device));
-  }
-  Key key{device, {}};
-  if (source.code_hash.size() != key.second.size()) {
-    return Unexpected(InvalidArgument("attribute 'code_hash' must have ", key.second.size(),
-                                      " bytes, got ", source.code_hash.size()));
-  }
-  std::memcpy(key.second.data(), source.code_hash.data(), key.second.size());
-
-  Cache& cache = Cache::Get();
-  Module* module = nullptr;
+hipFunction_t FindKernel(const Hip& hip, int device, const Attributes& call) {
+  // Never freed: handlers may run while the process ends. The mutex guards the map alone and is
+  // never held during a call to HIP.
+  static std::mutex mutex;
+  static auto& slots = *new std::map<Key, Slot, std::less<>>;
+  const KeyView key{device, call.code_hash, call.symbol, call.arch, call.lds_bytes};
   {
-    std::lock_guard<std::mutex> lock(cache.mutex);
-    if (const auto found = cache.modules.find(key); found != cache.modules.end()) {
-      module = found->second.get();
-    }
-  }
-  const Kernel* kernel = module == nullptr ? nullptr : module->Find(source.symbol);
-  if (kernel != nullptr) {
-    if (Error error = CheckArchAttribute(source, kernel->arch); error.failure()) {
-      return Unexpected(error);
-    }
-    return kernel;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = slots.find(key);
+    const bool loaded = found != slots.end() && found->second.function != nullptr;
+    if (loaded) return found->second.function;
   }
 
-  ErrorOr<Kernel> checked = Check(source, key.second);
-  if (checked.has_error()) return Unexpected(checked.error());
-  {
-    std::lock_guard<std::mutex> lock(cache.mutex);
-    std::unique_ptr<Module>& slot = cache.modules[key];
-    if (slot == nullptr) slot = std::make_unique<Module>();
-    module = slot.get();
-  }
-  return module->FindOrLoad(hip, device, source, *std::move(checked));
+  if (device < 0) Fail(ErrorCode::kInternal, "XLA gave device ordinal ", device);
+  CheckCodeObject(call);
+  std::unique_lock<std::mutex> lock(mutex);
+  Slot& slot = slots.try_emplace(Key(key)).first->second;
+  lock.unlock();
+  std::lock_guard<std::mutex> loading(slot.loading);
+  if (slot.function != nullptr) return slot.function;  // another thread's load
+  hip.OnDevice(device, [&] {
+    CheckDevice(hip, device, call.arch);
+    slot.code.assign(call.code.begin(), call.code.end());
+    const std::string symbol(call.symbol);
+    hipModule_t module = nullptr;
+    hipFunction_t function = nullptr;
+    hip.Check("hipModuleLoadData", hip.ModuleLoadData(&module, slot.code.data()));
+    const hipError_t found = hip.ModuleGetFunction(&function, module, symbol.c_str());
+    if (found != 0) hip.ModuleUnload(module);
+    hip.Check("hipModuleGetFunction", found);
+    slot.function = function;
+  });
+  return slot.function;
 }
 
 }  // namespace jax_sparse_mla

@@ -1,6 +1,6 @@
 #include "sha256.h"
 
-#include <cstring>
+#include <cstdint>
 
 namespace jax_sparse_mla {
 namespace {
@@ -45,26 +45,21 @@ void AddBlock(uint32_t (&state)[8], const uint8_t* block) {
 
 }  // namespace
 
-Sha256Digest Sha256(std::string_view bytes) {
+std::string Sha256(std::string_view bytes) {
   // First 32 bits of the fractional parts of the square roots of the first 8 primes.
   uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                        0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  const auto* data = reinterpret_cast<const uint8_t*>(bytes.data());
-  size_t done = 0;
-  for (; bytes.size() - done >= kBlockBytes; done += kBlockBytes) AddBlock(state, data + done);
-
-  // The rest, a one bit, zeros, and the length in bits fill one block or two.
-  uint8_t tail[2 * kBlockBytes] = {};
-  const size_t rest = bytes.size() - done;
-  if (rest != 0) std::memcpy(tail, data + done, rest);
-  tail[rest] = 0x80;
-  const size_t tail_bytes = rest + 9 <= kBlockBytes ? kBlockBytes : 2 * kBlockBytes;
+  // The message, a one bit, zeros, and the length in bits fill whole blocks.
+  std::string padded(bytes);
+  padded += '\x80';
+  while (padded.size() % kBlockBytes != kBlockBytes - 8) padded += '\0';
   const uint64_t bits = uint64_t{bytes.size()} * 8;
-  for (int i = 0; i < 8; ++i) tail[tail_bytes - 1 - i] = static_cast<uint8_t>(bits >> 8 * i);
-  for (size_t at = 0; at < tail_bytes; at += kBlockBytes) AddBlock(state, tail + at);
-
-  Sha256Digest digest;
-  for (int i = 0; i < 32; ++i) digest[i] = static_cast<uint8_t>(state[i / 4] >> (24 - 8 * (i % 4)));
+  for (int shift = 56; shift >= 0; shift -= 8) padded += static_cast<char>(bits >> shift);
+  for (size_t at = 0; at < padded.size(); at += kBlockBytes) {
+    AddBlock(state, reinterpret_cast<const uint8_t*>(padded.data() + at));
+  }
+  std::string digest;
+  for (int i = 0; i < 32; ++i) digest += static_cast<char>(state[i / 4] >> (24 - 8 * (i % 4)));
   return digest;
 }
 

@@ -2,15 +2,13 @@
 #ifndef JAX_SPARSE_MLA_SHA256_H_
 #define JAX_SPARSE_MLA_SHA256_H_
 
-#include <array>
-#include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace jax_sparse_mla {
 
-using Sha256Digest = std::array<uint8_t, 32>;
-
-Sha256Digest Sha256(std::string_view bytes);
+// The digest's 32 bytes.
+std::string Sha256(std::string_view bytes);
 
 }  // namespace jax_sparse_mla
 

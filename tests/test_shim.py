@@ -14,7 +14,7 @@ import gfx950_sim.hip
 import jax
 import pytest
 
-from jax_sparse_mla.kernel import contract, shim
+from jax_sparse_mla.kernel import contract, shim, specialisation
 
 ROOT = Path(__file__).parents[1]
 BUILD_FOLDER = ROOT / "build" / "shim_tests"
@@ -52,7 +52,7 @@ def driver() -> Path:
 
 @pytest.fixture(scope="session")
 def code_file(driver: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A code object whose kernel "sparse_mla" takes the contract's arguments and ends at once."""
+    """A code object whose kernels take the contract's arguments and end at once."""
     path = tmp_path_factory.mktemp("shim") / "code_object.hsaco"
     subprocess.run([driver / "tests" / "shim_driver", "--code-object", path], check=True)
     return path
@@ -92,22 +92,25 @@ PRELUDE = '''
 import hashlib, os, re, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from pathlib import Path
-from jax_sparse_mla.kernel import contract, shim
+from jax_sparse_mla.kernel import contract, shim, specialisation
 from gfx950_sim.hip import Control
 
 CODE = Path(sys.argv[1]).read_bytes()
 HIP = os.environ["JAX_SPARSE_MLA_HIP_LIBRARY"]
 
 
-def call(target=shim.KERNEL_TARGET, n=3, heads=16, q_dtype=jnp.bfloat16, code=CODE, **changed):
+def call(
+    target=shim.KERNEL_TARGET, n=3, heads=16, q_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16,
+    code=CODE, **changed
+):
     """One jitted custom call, as the lowering makes it, on operands of zeros."""
     attributes = dict(
-        code=code, code_hash=hashlib.sha256(code).digest(), symbol="sparse_mla", arch="gfx950",
-        block_size=np.int32(256), lds_bytes=np.int32(65536), softmax_scale=np.float32(0.125),
-        num_splits=np.int32(1), flags=np.int32(1),
+        code=code, code_hash=hashlib.sha256(code).digest(), symbol="sparse_mla_whole",
+        arch="gfx950", block_size=np.int32(256), lds_bytes=np.int32(65536),
+        softmax_scale=np.float32(0.125), num_splits=np.int32(1), flags=np.int32(1),
     ) | changed
     results = (
-        jax.ShapeDtypeStruct((n, heads, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((n, heads, 512), out_dtype),
         jax.ShapeDtypeStruct((n, heads), jnp.float32),
     )
     operands = (
@@ -166,7 +169,8 @@ def test_errors_reach_python(code_file: Path) -> None:
         expect_error("expected 9 attributes, got 10", spare=np.int32(0))
         expect_error("does not have the hash", code_hash=bytes(32))
         expect_error("'arch' is 'gfx942' but the code object is for gfx950", arch="gfx942")
-        expect_error("has no kernel 'other'", symbol="other")
+        expect_error("has no kernel 'other_whole'", symbol="other_whole")
+        expect_error("'symbol' must end in _whole .* or _partial .*, got 'other'", symbol="other")
         expect_error("'lds_bytes' is 1 but", lds_bytes=np.int32(1))
         expect_error("the code object is truncated", code=CODE[:-1])
         Control(HIP).fail("hipModuleLaunchKernel", 719)
@@ -176,6 +180,32 @@ def test_errors_reach_python(code_file: Path) -> None:
         """,
         code_file,
     )
+
+
+def test_out_is_of_the_kernels_dtype(code_file: Path) -> None:
+    """A kernel that would write twice the bytes of ``out``, or half of them, is not launched."""
+    run_python(
+        """
+        shim.register_kernel()
+        call(symbol="sparse_mla_partial", out_dtype=jnp.float32)
+        expect_error(
+            "INVALID_ARGUMENT.*'out' must be F32 for kernel 'sparse_mla_partial', got BF16",
+            symbol="sparse_mla_partial",
+        )
+        expect_error(
+            "INVALID_ARGUMENT.*'out' must be BF16 for kernel 'sparse_mla_whole', got F32",
+            out_dtype=jnp.float32,
+        )
+        assert Control(HIP).launch_count() == 1
+        """,
+        code_file,
+    )
+
+
+@pytest.mark.parametrize("kernel", specialisation.ALL)
+def test_a_kernels_name_says_what_it_writes(kernel: specialisation.Specialisation) -> None:
+    (kind,) = (kind for end, kind in contract.OUT_KINDS.items() if kernel.name.endswith(end))
+    assert kind == ("f32" if kernel.partial else "bf16")
 
 
 def test_target_of_another_contract_is_named(code_file: Path) -> None:

@@ -3,6 +3,7 @@
 #include <elf.h>
 
 #include <cstring>
+#include <tuple>
 
 namespace jax_sparse_mla {
 namespace {
@@ -122,6 +123,7 @@ std::string WriteCodeObject(const CodeObjectSpec& spec) {
   Append(text, kEndProgram);
   Append(text, spec.padding);
   const uint64_t text_offset = add_section(SHT_PROGBITS, text, 0, 0);
+  const auto text_index = static_cast<uint16_t>(sections.size() - 1);
 
   std::string symbols(sizeof(Elf64_Sym), '\0');
   std::string names(1, '\0');
@@ -129,13 +131,15 @@ std::string WriteCodeObject(const CodeObjectSpec& spec) {
     std::string descriptor(64, '\0');
     std::memcpy(descriptor.data(), &spec.lds_bytes, 4);
     std::memcpy(descriptor.data() + 8, &layout.size, 4);
-    for (const auto& [name, address] :
-         {std::pair{kernel, text_offset},
-          {kernel + ".kd", add_section(SHT_PROGBITS, descriptor, 0, 0)}}) {
+    const uint64_t descriptor_offset = add_section(SHT_PROGBITS, descriptor, 0, 0);
+    const auto descriptor_index = static_cast<uint16_t>(sections.size() - 1);
+    for (const auto& [name, address, section] :
+         {std::tuple{kernel, text_offset, text_index},
+          {kernel + ".kd", descriptor_offset, descriptor_index}}) {
       Elf64_Sym symbol{};
       symbol.st_name = static_cast<uint32_t>(names.size());
       symbol.st_value = address;
-      symbol.st_shndx = 2;
+      symbol.st_shndx = section;
       Append(symbols, symbol);
       names += name;
       names += '\0';

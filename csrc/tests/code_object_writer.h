@@ -10,7 +10,7 @@
 namespace jax_sparse_mla {
 
 struct CodeObjectSpec {
-  std::vector<std::string> kernels = {"sparse_mla"};
+  std::vector<std::string> kernels = {"sparse_mla_whole", "sparse_mla_partial"};
   uint32_t mach = 0x4f;  // gfx950
   uint32_t lds_bytes = 65536;
   std::vector<uint32_t> argument_sizes = {8, 8, 8, 8, 8, 8, 8, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4};

@@ -1,7 +1,7 @@
 // Drives the shim without XLA and without Python.
 //
 //   shim_driver SHIM HIP_LIBRARY [TEST...]      runs all tests, or those named
-//   shim_driver --code-object FILE              writes a code object with the kernel "sparse_mla"
+//   shim_driver --code-object FILE              writes a code object as the tests use it
 
 #include "driver.h"
 

@@ -161,10 +161,7 @@ Outcome Call::Run(const Handler& handler, XLA_FFI_ExecutionStage stage) {
   return outcome;
 }
 
-std::string Hash(const std::string& code) {
-  const Sha256Digest digest = Sha256(code);
-  return std::string(digest.begin(), digest.end());
-}
+std::string Hash(const std::string& code) { return Sha256(code); }
 
 Call MakeCall(const std::string& code, const Shape& shape) {
   // A gigabyte apart, from an address that no allocation has.
@@ -190,7 +187,7 @@ Call MakeCall(const std::string& code, const Shape& shape) {
   call.attributes = {
       {"code", code},
       {"code_hash", Hash(code)},
-      {"symbol", "sparse_mla"},
+      {"symbol", shape.partial ? "sparse_mla_partial" : "sparse_mla_whole"},
       {"arch", "gfx950"},
       {"block_size", int32_t{256}},
       {"lds_bytes", int32_t{65536}},

@@ -55,7 +55,7 @@ T At(const std::string& arguments, size_t offset) {
 
 void ExpectLaunch(const Launches::Entry& entry, const Call& call, const Shape& shape,
                   uint32_t workgroups) {
-  EXPECT(entry.symbol == "sparse_mla");
+  EXPECT(entry.symbol == (shape.partial ? "sparse_mla_partial" : "sparse_mla_whole"));
   EXPECT(entry.grid[0] == workgroups && entry.grid[1] == 1 && entry.grid[2] == 1);
   EXPECT(entry.block[0] == 256 && entry.block[1] == 1 && entry.block[2] == 1);
   EXPECT(entry.dynamic_lds_bytes == 0);
@@ -237,8 +237,17 @@ SHIM_TEST(MalformedCallsNameTheFault) {
        [](Call& c) { c.arguments[kRowBegin].dtype = XLA_FFI_DataType_U32; }},
       {"'row_end' must be S32, got S64",
        [](Call& c) { c.arguments[kRowEnd].dtype = XLA_FFI_DataType_S64; }},
-      {"'out' must be BF16 or F32, got F16",
+      {"'out' must be BF16 for kernel 'sparse_mla_whole', got F32",
+       [](Call& c) { c.results[kOut].dtype = XLA_FFI_DataType_F32; }},
+      {"'out' must be BF16 for kernel 'sparse_mla_whole', got F16",
        [](Call& c) { c.results[kOut].dtype = XLA_FFI_DataType_F16; }},
+      {"'out' must be F32 for kernel 'sparse_mla_partial', got BF16",
+       [](Call& c) { c.attributes["symbol"] = std::string("sparse_mla_partial"); }},
+      {"'symbol' must end in _whole ('out' is BF16) or _partial (F32), got 'sparse_mla'",
+       [](Call& c) { c.attributes["symbol"] = std::string("sparse_mla"); }},
+      {"'symbol' must end in _whole",
+       [](Call& c) { c.attributes["symbol"] = std::string("whole"); }},
+      {"'symbol' must end in _whole", [](Call& c) { c.attributes["symbol"] = std::string(); }},
       {"'lse' must be F32, got F64", [](Call& c) { c.results[kLse].dtype = XLA_FFI_DataType_F64; }},
       // Addresses.
       {"'q_latent' must be aligned to 16 bytes",
@@ -265,10 +274,12 @@ SHIM_TEST(MalformedCallsNameTheFault) {
          shape.heads = 128;
          c = MakeCall(std::get<std::string>(c.attributes["code"]), shape);
        }},
-      {"at most 2^31 - 1 rows",
+      {"'row_begin' must have shape [2147483648], each size at most 2^31 - 1, got [2147483648]",
        [](Call& c) {
-         c.arguments[kQLatent].dims[0] = 1 << 30;
-         c.attributes["num_splits"] = int32_t{2};
+         Shape shape;
+         shape.queries = 1 << 30;
+         shape.num_splits = 2;
+         c = MakeCall(std::get<std::string>(c.attributes["code"]), shape);
        }},
       {"heads, got 3728271",
        [](Call& c) {
@@ -299,7 +310,7 @@ SHIM_TEST(MalformedCallsNameTheFault) {
        [](Call& c) { c.attributes["softmax_scale"] = std::numeric_limits<float>::infinity(); }},
       {"'softmax_scale' must be finite",
        [](Call& c) { c.attributes["softmax_scale"] = std::numeric_limits<float>::quiet_NaN(); }},
-      {"'softmax_scale' is too large",
+      {"'softmax_scale' must be finite, also times log2(e)",
        [](Call& c) { c.attributes["softmax_scale"] = std::numeric_limits<float>::max(); }},
       {"'flags' has bits that this build does not know: 6",
        [](Call& c) { c.attributes["flags"] = int32_t{6}; }},

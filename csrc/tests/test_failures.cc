@@ -79,6 +79,21 @@ SHIM_TEST(AFailingUnloadHidesNothing) {
   EXPECT_OK(Initialize(call));
 }
 
+SHIM_TEST(AFailingRestoreHidesNothing) {
+  const SimulatedHip& hip = SimulatedHip::Get();
+  Call call = MakeCall(NewCode());
+  call.context.device = 1;
+  EXPECT_OK(Initialize(call));
+  hip.fail("hipModuleLaunchKernel", 719, 1, 1);
+  hip.fail("hipSetDevice", kInjected, 2, 1);
+  EXPECT_ERROR(ExecuteHost(call), INTERNAL, "hipModuleLaunchKernel failed",
+               "hipErrorLaunchFailure (719)");
+  EXPECT(hip.GetLastError() == 0);
+  hip.SetDevice(0);
+  EXPECT_OK(ExecuteHost(call));
+  EXPECT(hip.CurrentDevice() == 0);
+}
+
 SHIM_TEST(ALastErrorOfOthersStays) {
   // The shim clears the error of its own failing calls only.
   const SimulatedHip& hip = SimulatedHip::Get();
@@ -166,6 +181,7 @@ SHIM_TEST(OutOfMemoryIsAnError) {
     int64_t countdown = 0;
     for (; failed != 0; ++countdown) {
       Call call = MakeCall(NewCode());
+      call.context.device = 1;  // the thread is on device 0
       const int64_t modules = hip.live("module");
       // The frame is there before; only the shim and HIP run out of memory.
       auto starved = [&, run = handler](XLA_FFI_CallFrame* frame) {

@@ -39,7 +39,8 @@ ARGUMENTS = (
     # has fewer than 2^29 entries.
     Argument("row_begin", "pointer"),
     Argument("row_end", "pointer"),
-    # [m, H, 512] bfloat16, or float32 for partial results; [m, H] float32, natural log.
+    # [m, H, 512] bfloat16, or float32 for partial results, as the kernel's symbol says (OUT_KINDS);
+    # [m, H] float32, natural log.
     Argument("out", "pointer"),
     Argument("lse", "pointer"),
     # In bfloat16 elements; the product with the query number is taken in 64 bits.
@@ -58,6 +59,13 @@ ARGUMENTS = (
     # always: it looks for a row's last valid entry anyway.
     Argument("flags", "i32"),
 )
+
+OUT_KINDS = {"_whole": "bf16", "_partial": "f32"}
+"""How a kernel's symbol ends, and what such a kernel writes to ``out``.
+
+A code object finds its kernel by the symbol, which so ties a call's ``out`` to the code it runs:
+the shim refuses a call whose ``out`` is of another dtype.
+"""
 
 
 def num_workgroups(num_rows: int, num_heads: int) -> int:

@@ -109,7 +109,8 @@ def hip_error() -> str | None:
 
 def expected_contract() -> str:
     """The launch contract of this package, in the form in which the shim states its own."""
-    return " ".join([str(contract.VERSION), *(f"{a.name}:{a.kind}" for a in contract.ARGUMENTS)])
+    entries = [*contract.ARGUMENTS, *contract.OUT_KINDS.items()]
+    return " ".join([str(contract.VERSION), *(f"{name}:{kind}" for name, kind in entries)])
 
 
 def _text(library: ctypes.CDLL, name: str) -> str:
