@@ -1,6 +1,5 @@
 // What the shim checks of an AMDGPU code object before HIP may see it.
-#ifndef JAX_SPARSE_MLA_CODE_OBJECT_H_
-#define JAX_SPARSE_MLA_CODE_OBJECT_H_
+#pragma once
 
 #include "contract.h"
 
@@ -12,5 +11,3 @@ namespace jax_sparse_mla {
 void CheckCodeObject(const Attributes& call);
 
 }  // namespace jax_sparse_mla
-
-#endif  // JAX_SPARSE_MLA_CODE_OBJECT_H_

@@ -1,7 +1,6 @@
 // The launch contract, as jax_sparse_mla/kernel/contract.py states it, and the custom call that
 // asks for a launch.
-#ifndef JAX_SPARSE_MLA_CONTRACT_H_
-#define JAX_SPARSE_MLA_CONTRACT_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -37,11 +36,11 @@
 
 namespace jax_sparse_mla {
 
-constexpr int64_t kHeadsPerGroup = 16;
-constexpr int64_t kLatentDim = 512;
-constexpr int64_t kRopeDim = 64;
-constexpr int64_t kRecordBytes = 656;
-constexpr int64_t kNumXcd = 8;
+constexpr int32_t kHeadsPerGroup = 16;
+constexpr int32_t kLatentDim = 512;
+constexpr int32_t kRopeDim = 64;
+constexpr int32_t kRecordBytes = 656;
+constexpr int32_t kNumXcd = 8;
 
 // Laid out as the kernel argument segment is.
 struct KernelArguments {
@@ -70,10 +69,9 @@ struct Attributes {
 
 // What contract.py has to agree with, in one line.
 #define ENTRY(name, kind) " " #name ":" #kind
-constexpr char kContract[] = JAX_SPARSE_MLA_CONTRACT_VERSION JAX_SPARSE_MLA_ARGUMENTS(
-    ENTRY) " " JAX_SPARSE_MLA_BF16_OUT ":bf16 " JAX_SPARSE_MLA_F32_OUT ":f32";
+constexpr char kContract[] =
+    JAX_SPARSE_MLA_CONTRACT_VERSION " " JAX_SPARSE_MLA_BF16_OUT ":bf16 " JAX_SPARSE_MLA_F32_OUT
+                                    ":f32" JAX_SPARSE_MLA_ARGUMENTS(ENTRY);
 #undef ENTRY
 
 }  // namespace jax_sparse_mla
-
-#endif  // JAX_SPARSE_MLA_CONTRACT_H_

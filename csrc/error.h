@@ -1,6 +1,5 @@
 // Errors of the shim. They are thrown, and caught at one place: where a handler returns to XLA.
-#ifndef JAX_SPARSE_MLA_ERROR_H_
-#define JAX_SPARSE_MLA_ERROR_H_
+#pragma once
 
 #include <sstream>
 
@@ -27,5 +26,3 @@ void Require(bool holds, const Parts&... parts) {
 }
 
 }  // namespace jax_sparse_mla
-
-#endif  // JAX_SPARSE_MLA_ERROR_H_

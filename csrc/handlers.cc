@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <exception>
 #include <initializer_list>
 #include <limits>
+#include <new>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 
 #include "contract.h"
 #include "error.h"
@@ -24,11 +26,7 @@ namespace {
 using Buffer = ffi::AnyBuffer;
 using ffi::DataType;
 
-constexpr int64_t kQueryDim = kLatentDim + kRopeDim;
-constexpr size_t kNumAttributes = 9;
-constexpr int32_t kKnownFlags = 1;
-constexpr int32_t kWaveSize = 64;
-constexpr int32_t kMaxBlockSize = 1024;
+constexpr int32_t kQueryDim = kLatentDim + kRopeDim;
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 // A dispatch packet counts work-items in 32 bits.
 constexpr int64_t kMaxWorkItems = std::numeric_limits<uint32_t>::max();
@@ -53,14 +51,11 @@ Attributes Decode(const ffi::Dictionary& dictionary) {
   read("softmax_scale", call.softmax_scale);
   read("num_splits", call.num_splits);
   read("flags", call.flags);
-  Require(dictionary.size() == kNumAttributes, "expected ", kNumAttributes, " attributes, got ",
-          dictionary.size());
+  Require(dictionary.size() == 9, "expected 9 attributes, got ", dictionary.size());
   Require(call.num_splits >= 1, "attribute 'num_splits' must be at least 1, got ", call.num_splits);
-  Require(call.block_size >= kWaveSize && call.block_size <= kMaxBlockSize &&
-              call.block_size % kWaveSize == 0,
-          "attribute 'block_size' must be a multiple of ", kWaveSize, " up to ", kMaxBlockSize,
-          ", got ", call.block_size);
-  Require((call.flags & ~kKnownFlags) == 0,
+  Require(call.block_size > 0 && call.block_size <= 1024 && call.block_size % 64 == 0,
+          "attribute 'block_size' must be a multiple of 64 up to 1024, got ", call.block_size);
+  Require((call.flags & ~1) == 0,
           "attribute 'flags' has bits that this build does not know: ", call.flags);
   return call;
 }
@@ -70,13 +65,9 @@ DataType Text(DataType dtype) { return dtype; }
 
 template <typename Values>
 std::string List(const Values& values, const char* separator) {
-  std::ostringstream out;
-  const char* before = "";
-  for (const auto& value : values) {
-    out << before << Text(value);
-    before = separator;
-  }
-  return out.str();
+  std::ostringstream list;
+  for (const auto& value : values) list << (list.tellp() > 0 ? separator : "") << Text(value);
+  return list.str();
 }
 
 // The address of a buffer that has one of the dtypes, and the dimensions.
@@ -104,7 +95,7 @@ void* Check(const char* name, const Buffer& buffer, std::initializer_list<DataTy
 }
 
 // The last dimension of q_latent or q_rope: its own part alone, or a whole query.
-int64_t QueryDim(const Buffer& buffer, int64_t own) {
+int32_t QueryDim(const Buffer& buffer, int32_t own) {
   const Buffer::Dimensions dims = buffer.dimensions();
   return dims.size() == 3 && dims[2] == kQueryDim ? kQueryDim : own;
 }
@@ -115,8 +106,8 @@ DataType OutDtype(std::string_view symbol) {
   if (ending == JAX_SPARSE_MLA_BF16_OUT) return DataType::BF16;
   if (ending == JAX_SPARSE_MLA_F32_OUT) return DataType::F32;
   Fail(ErrorCode::kInvalidArgument,
-       "attribute 'symbol' must end in " JAX_SPARSE_MLA_BF16_OUT
-       " ('out' is BF16) or " JAX_SPARSE_MLA_F32_OUT " (F32), got '",
+       "attribute 'symbol' must end in " JAX_SPARSE_MLA_BF16_OUT " or " JAX_SPARSE_MLA_F32_OUT
+       ", got '",
        symbol, "'");
 }
 
@@ -142,9 +133,9 @@ void Enqueue(int device, hipStream_t stream, const Attributes& call, KernelArgum
 #undef ADDRESS
   hip.OnDevice(device, [&] {
     hip.Check("hipModuleLaunchKernel",
-              hip.ModuleLaunchKernel(function, static_cast<unsigned>(workgroups), 1, 1,
-                                     static_cast<unsigned>(call.block_size), 1, 1, 0, stream,
-                                     addresses, nullptr));
+              hip.hipModuleLaunchKernel(function, static_cast<unsigned>(workgroups), 1, 1,
+                                        static_cast<unsigned>(call.block_size), 1, 1, 0, stream,
+                                        addresses, nullptr));
   });
 }
 
@@ -158,17 +149,16 @@ ffi::Error Execute(int32_t device, hipStream_t stream, Buffer q_latent, Buffer q
                    Buffer indices, Buffer row_begin, Buffer row_end, ffi::Result<Buffer> out,
                    ffi::Result<Buffer> lse, ffi::Dictionary dictionary) {
   const Attributes call = Decode(dictionary);
-  const std::string_view symbol = call.symbol;
-  const DataType out_dtype = OutDtype(symbol);
-  Require(out->element_type() == out_dtype, "'out' must be ", out_dtype, " for kernel '", symbol,
-          "', got ", out->element_type());
+  const DataType out_dtype = OutDtype(call.symbol);
+  Require(out->element_type() == out_dtype, "'out' must be ", out_dtype, " for kernel '",
+          call.symbol, "', got ", out->element_type());
   // log2(e) in double: the product is rounded once.
   const double scale_log2e = call.softmax_scale * 1.4426950408889634074;
   Require(std::fabs(scale_log2e) <= std::numeric_limits<float>::max(),
           "attribute 'softmax_scale' must be finite, also times log2(e), got ", call.softmax_scale);
 
-  const auto latent_dim = static_cast<int32_t>(QueryDim(q_latent, kLatentDim));
-  const auto rope_dim = static_cast<int32_t>(QueryDim(q_rope, kRopeDim));
+  const int32_t latent_dim = QueryDim(q_latent, kLatentDim);
+  const int32_t rope_dim = QueryDim(q_rope, kRopeDim);
   KernelArguments arguments;
   arguments.q_latent = Check("q_latent", q_latent, {DataType::BF16}, {kAny, kAny, latent_dim});
   const int64_t n = q_latent.dimensions()[0];

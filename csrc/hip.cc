@@ -4,7 +4,6 @@
 
 #include <cstdlib>
 #include <mutex>
-#include <type_traits>
 
 #include "error.h"
 
@@ -40,20 +39,11 @@ const Hip& Hip::Get() {
   if (loaded) return hip;
   void* library = OpenLibrary();
   const char* missing = nullptr;
-  auto find = [&](const char* name, auto& function) {
-    function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-    if (function == nullptr && missing == nullptr) missing = name;
-  };
-  find("hipGetDevice", hip.GetDevice);
-  find("hipSetDevice", hip.SetDevice);
-  find("hipGetDevicePropertiesR0600", hip.GetDeviceProperties);
-  find("hipModuleLoadData", hip.ModuleLoadData);
-  find("hipModuleUnload", hip.ModuleUnload);
-  find("hipModuleGetFunction", hip.ModuleGetFunction);
-  find("hipModuleLaunchKernel", hip.ModuleLaunchKernel);
-  find("hipGetErrorName", hip.GetErrorName);
-  find("hipGetErrorString", hip.GetErrorString);
-  find("hipGetLastError", hip.GetLastError);
+#define FIND(name, ...)                                               \
+  hip.name = reinterpret_cast<decltype(name)>(dlsym(library, #name)); \
+  if (hip.name == nullptr && missing == nullptr) missing = #name;
+  JAX_SPARSE_MLA_HIP_FUNCTIONS(FIND)
+#undef FIND
   if (missing != nullptr) {
     dlclose(library);
     Fail(ErrorCode::kUnavailable, "the HIP runtime has no ", missing,
@@ -67,9 +57,9 @@ void Hip::Check(const char* function, hipError_t code) const {
   if (code == 0) return;
   // HIP keeps the error for whoever asks next on this thread: it is reported here, and must not be
   // taken for the failure of another library's kernel.
-  GetLastError();
-  const char* name = GetErrorName(code);
-  const char* text = GetErrorString(code);
+  hipGetLastError();
+  const char* name = hipGetErrorName(code);
+  const char* text = hipGetErrorString(code);
   Fail(ErrorCode::kInternal, function, " failed: ", name ? name : "unknown error", " (", code,
        "): ", text ? text : "");
 }

@@ -1,8 +1,7 @@
 // The few HIP functions the shim calls, found in the HIP runtime when they are first needed.
 //
 // Nothing is linked against HIP, so the shim builds and loads on a machine without ROCm.
-#ifndef JAX_SPARSE_MLA_HIP_H_
-#define JAX_SPARSE_MLA_HIP_H_
+#pragma once
 
 namespace jax_sparse_mla {
 
@@ -19,6 +18,20 @@ struct HipDeviceProperties {
   char after[4096 - 1160 - 256];
 };
 
+// Name, result, parameters.
+#define JAX_SPARSE_MLA_HIP_FUNCTIONS(FUNCTION)                                             \
+  FUNCTION(hipGetDevice, hipError_t, int*)                                                 \
+  FUNCTION(hipSetDevice, hipError_t, int)                                                  \
+  FUNCTION(hipGetDevicePropertiesR0600, hipError_t, HipDeviceProperties*, int)             \
+  FUNCTION(hipModuleLoadData, hipError_t, hipModule_t*, const void*)                       \
+  FUNCTION(hipModuleUnload, hipError_t, hipModule_t)                                       \
+  FUNCTION(hipModuleGetFunction, hipError_t, hipFunction_t*, hipModule_t, const char*)     \
+  FUNCTION(hipModuleLaunchKernel, hipError_t, hipFunction_t, unsigned, unsigned, unsigned, \
+           unsigned, unsigned, unsigned, unsigned, hipStream_t, void**, void**)            \
+  FUNCTION(hipGetErrorName, const char*, hipError_t)                                       \
+  FUNCTION(hipGetErrorString, const char*, hipError_t)                                     \
+  FUNCTION(hipGetLastError, hipError_t)
+
 struct Hip {
   // The table of the process, loaded by the first call. A library or function that is missing is
   // an error, after which the next call tries again.
@@ -31,34 +44,24 @@ struct Hip {
   template <typename Body>
   void OnDevice(int device, Body body) const;
 
-  hipError_t (*GetDevice)(int*);
-  hipError_t (*SetDevice)(int);
-  hipError_t (*GetDeviceProperties)(HipDeviceProperties*, int);
-  hipError_t (*ModuleLoadData)(hipModule_t*, const void*);
-  hipError_t (*ModuleUnload)(hipModule_t);
-  hipError_t (*ModuleGetFunction)(hipFunction_t*, hipModule_t, const char*);
-  hipError_t (*ModuleLaunchKernel)(hipFunction_t, unsigned, unsigned, unsigned, unsigned, unsigned,
-                                   unsigned, unsigned, hipStream_t, void**, void**);
-  const char* (*GetErrorName)(hipError_t);
-  const char* (*GetErrorString)(hipError_t);
-  hipError_t (*GetLastError)();
+#define MEMBER(name, result, ...) result (*name)(__VA_ARGS__);
+  JAX_SPARSE_MLA_HIP_FUNCTIONS(MEMBER)
+#undef MEMBER
 };
 
 template <typename Body>
 void Hip::OnDevice(int device, Body body) const {
   int former = device;
-  Check("hipGetDevice", GetDevice(&former));
+  Check("hipGetDevice", hipGetDevice(&former));
   if (former == device) return body();
-  Check("hipSetDevice", SetDevice(device));
+  Check("hipSetDevice", hipSetDevice(device));
   try {
     body();
   } catch (...) {
-    if (SetDevice(former) != 0) GetLastError();  // the first error is the one to report
+    if (hipSetDevice(former) != 0) hipGetLastError();  // the first error is the one to report
     throw;
   }
-  Check("hipSetDevice", SetDevice(former));
+  Check("hipSetDevice", hipSetDevice(former));
 }
 
 }  // namespace jax_sparse_mla
-
-#endif  // JAX_SPARSE_MLA_HIP_H_

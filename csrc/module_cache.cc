@@ -28,7 +28,7 @@ using KeyView = std::tuple<int, std::string_view, std::string_view, std::string_
 
 void CheckDevice(const Hip& hip, int device, std::string_view arch) {
   HipDeviceProperties properties{};
-  hip.Check("hipGetDevicePropertiesR0600", hip.GetDeviceProperties(&properties, device));
+  hip.Check("hipGetDevicePropertiesR0600", hip.hipGetDevicePropertiesR0600(&properties, device));
   // "gfx950:sramecc+:xnack-"
   const std::string_view name = properties.gcn_arch_name;
   const std::string_view device_arch = name.substr(0, name.find(':'));
@@ -48,8 +48,7 @@ hipFunction_t FindKernel(const Hip& hip, int device, const Attributes& call) {
   {
     std::lock_guard<std::mutex> lock(mutex);
     const auto found = slots.find(key);
-    const bool loaded = found != slots.end() && found->second.function != nullptr;
-    if (loaded) return found->second.function;
+    if (found != slots.end() && found->second.function) return found->second.function;
   }
 
   if (device < 0) Fail(ErrorCode::kInternal, "XLA gave device ordinal ", device);
@@ -65,9 +64,9 @@ hipFunction_t FindKernel(const Hip& hip, int device, const Attributes& call) {
     const std::string symbol(call.symbol);
     hipModule_t module = nullptr;
     hipFunction_t function = nullptr;
-    hip.Check("hipModuleLoadData", hip.ModuleLoadData(&module, slot.code.data()));
-    const hipError_t found = hip.ModuleGetFunction(&function, module, symbol.c_str());
-    if (found != 0) hip.ModuleUnload(module);
+    hip.Check("hipModuleLoadData", hip.hipModuleLoadData(&module, slot.code.data()));
+    const hipError_t found = hip.hipModuleGetFunction(&function, module, symbol.c_str());
+    if (found != 0) hip.hipModuleUnload(module);
     hip.Check("hipModuleGetFunction", found);
     slot.function = function;
   });

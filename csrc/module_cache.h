@@ -1,6 +1,5 @@
 // The process's loaded code objects: one HIP module per device, content hash and kernel.
-#ifndef JAX_SPARSE_MLA_MODULE_CACHE_H_
-#define JAX_SPARSE_MLA_MODULE_CACHE_H_
+#pragma once
 
 #include "contract.h"
 #include "hip.h"
@@ -15,5 +14,3 @@ namespace jax_sparse_mla {
 hipFunction_t FindKernel(const Hip& hip, int device, const Attributes& call);
 
 }  // namespace jax_sparse_mla
-
-#endif  // JAX_SPARSE_MLA_MODULE_CACHE_H_

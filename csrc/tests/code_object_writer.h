@@ -1,7 +1,6 @@
 // Writes small AMDGPU code objects: kernels that end at once, with the headers, symbols,
 // descriptors and metadata that a loader reads.
-#ifndef JAX_SPARSE_MLA_TESTS_CODE_OBJECT_WRITER_H_
-#define JAX_SPARSE_MLA_TESTS_CODE_OBJECT_WRITER_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -20,5 +19,3 @@ struct CodeObjectSpec {
 std::string WriteCodeObject(const CodeObjectSpec& spec);
 
 }  // namespace jax_sparse_mla
-
-#endif  // JAX_SPARSE_MLA_TESTS_CODE_OBJECT_WRITER_H_

@@ -1,6 +1,5 @@
 // What the driver's tests share: the shim's handlers, expectations, and the list of tests.
-#ifndef JAX_SPARSE_MLA_TESTS_DRIVER_H_
-#define JAX_SPARSE_MLA_TESTS_DRIVER_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -69,5 +68,3 @@ int64_t LiveAllocations();
 #define EXPECT_OK(outcome) ExpectOk(__FILE__, __LINE__, #outcome, (outcome))
 #define EXPECT_ERROR(outcome, code, ...) \
   ExpectError(__FILE__, __LINE__, #outcome, (outcome), XLA_FFI_Error_Code_##code, {__VA_ARGS__})
-
-#endif  // JAX_SPARSE_MLA_TESTS_DRIVER_H_

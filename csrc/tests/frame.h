@@ -1,7 +1,6 @@
 // XLA's side of a custom call, made by hand from its public C API: the call frame with operands and
 // attributes, the context with device and stream, and the errors that come back.
-#ifndef JAX_SPARSE_MLA_TESTS_FRAME_H_
-#define JAX_SPARSE_MLA_TESTS_FRAME_H_
+#pragma once
 
 #include <cstdint>
 #include <functional>
@@ -79,5 +78,3 @@ const XLA_FFI_Api* Api();
 int64_t LiveErrors();
 
 }  // namespace jax_sparse_mla
-
-#endif  // JAX_SPARSE_MLA_TESTS_FRAME_H_

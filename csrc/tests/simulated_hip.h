@@ -1,6 +1,5 @@
 // The simulator's HIP library as a test sees it: what was called, what fails next, what is alive.
-#ifndef JAX_SPARSE_MLA_TESTS_SIMULATED_HIP_H_
-#define JAX_SPARSE_MLA_TESTS_SIMULATED_HIP_H_
+#pragma once
 
 #include <string>
 #include <vector>
@@ -55,5 +54,3 @@ class Stream {
 };
 
 }  // namespace jax_sparse_mla
-
-#endif  // JAX_SPARSE_MLA_TESTS_SIMULATED_HIP_H_

@@ -7,7 +7,10 @@ heads. A workgroup computes one (row, head group); head groups hold 16 heads.
 from typing import NamedTuple
 
 VERSION = 1
-"""Part of the custom call's target name; raised whenever anything below changes."""
+"""Part of the custom call's target name.
+
+Raised whenever a call made under the contract as it was would no longer be right.
+"""
 
 ARCH = "gfx950"
 HEADS_PER_GROUP = 16

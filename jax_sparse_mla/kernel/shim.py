@@ -109,7 +109,7 @@ def hip_error() -> str | None:
 
 def expected_contract() -> str:
     """The launch contract of this package, in the form in which the shim states its own."""
-    entries = [*contract.ARGUMENTS, *contract.OUT_KINDS.items()]
+    entries = [*contract.OUT_KINDS.items(), *contract.ARGUMENTS]
     return " ".join([str(contract.VERSION), *(f"{name}:{kind}" for name, kind in entries)])
 
 
