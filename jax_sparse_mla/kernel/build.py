@@ -194,14 +194,11 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
     tiles = tiles_of(stream, last, a.kv, a.kv_rows, lane, lds_base)
     num_tiles = (last.count + (lds.TILE - 1)) >> 7
 
-    def load_side(scored: list[Value]) -> list[Value]:
-        return tiles.load_scales(scored) + tiles.load_rope(scored)
-
     def first_records() -> list[Value]:
         slots = tiles.moved_slots(first_indices, fx.Int32(0))
         scored, unmasked = tiles.scored_slots(first_indices, fx.Int32(0))
         latent = [x for move in range(MOVES) for x in tiles.load_latent(slots, move)]
-        return latent + load_side(scored) + unmasked
+        return latent + tiles.load_side(scored) + unmasked
 
     first = isa.when(num_tiles > 0, first_records, None)
     factor = positive_factor(a.scale_log2e)
@@ -228,12 +225,12 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
         # for, so that the path to memory is not crowded.
         products = scores.products(query, side, tiles, meanwhile=load_one)
         shares, top, total = softmax(products, factor, total)
-        own_weights = weights.publish(shares, top, side)
+        own_weights, total = weights.publish(shares, top, side, total)
         ahead = stream.load(tile + 2)
         # All waves' latents and weights are in LDS.
         isa.barrier()
         output = values.add_tile(output, own_weights)
-        next_side = load_side(scored)
+        next_side = tiles.load_side(scored)
         # All waves have read them.
         isa.barrier()
         next_records = next_latent + next_side + unmasked
@@ -274,7 +271,7 @@ def _unpack(state: list[Value]) -> tuple[list[Value], Side, Indices, Total, Outp
     latent, rest = state[:_LATENT_LOADS], state[_LATENT_LOADS:]
     side, rest = rest[:_SIDE_LOADS], rest[_SIDE_LOADS:]
     ahead = Indices(rest[0], rest[1:3])
-    total, output = Total(rest[3], rest[4]), Output(rest[6:], rest[5])
+    total, output = Total(*rest[3:6]), Output(rest[7:], rest[6])
     return latent, Side(side[:2], side[2:6], side[6:]), ahead, total, output
 
 

@@ -431,6 +431,26 @@ def from_fp8(word: Value, scale: Value) -> list[Value]:
     ]
 
 
+def to_fp4(pairs: Sequence[Value], scale: Value) -> Value:
+    """``v_cvt_scalef32_pk_fp4_f32``: four pairs of floats as the e2m1 nibbles of one dword.
+
+    They are divided by the power of two in ``scale``, to at most 6, and rounded to nearest even.
+    """
+    word = llvm.mlir_poison(_i32())
+    for byte, pair in enumerate(pairs):
+        word = rocdl.cvt_scalef32_pk_fp4_f32(
+            _i32(), word, raw(pair[0]), raw(pair[1]), raw(scale), byte
+        )
+    return fx.Int32(word)
+
+
+def to_bf16(values: Sequence[Value]) -> Value:
+    """``v_cvt_pk_bf16_f32``: floats as dwords of two bfloat16, rounded to nearest even."""
+    narrow = Vector.from_elements(list(values), fx.Float32).to(fx.BFloat16)
+    words = len(values) // 2
+    return Vector(llvm.bitcast(_vector(words, _i32()), raw(narrow)), (words,), fx.Int32)
+
+
 def _pair_of_int16() -> ir.Type:
     return _vector(2, ir.IntegerType.get_signless(16))
 
@@ -438,29 +458,30 @@ def _pair_of_int16() -> ir.Type:
 # Matrices -----------------------------------------------------------------------------------------
 
 
-def _format_fp8() -> ir.Attribute:
-    return ir.Attribute.parse("#rocdl<matrix_format fp8_e4m3>")
-
-
 def mfma_fp8(
     a: Value, b: Value, c: Value, scale_a: Value, scale_b: Value, byte_b: int = 0
 ) -> Value:
-    """``v_mfma_scale_f32_16x16x128_f8f6f4`` on e4m3: D = sum A B 2^(scale_a + scale_b - 254) + C.
+    """``v_mfma_scale_f32_16x16x128_f8f6f4``: D = sum A B 2^(scale_a + scale_b - 254) + C.
 
-    A is 8 dwords a lane, row m = t; bytes 0..15 are K = 16g + j, the others K = 64 + 16g + j. B is
-    the same with column n = t. Lane (t, g) supplies, in byte 0 of scale_a and byte ``byte_b`` of
-    scale_b, the E8M0 scale of row (or column) t for K = 32g .. 32g + 31: a lane's bytes 0..15 are
-    scaled by lane group g // 2, bytes 16..31 by group 2 + g // 2. C and D: register r of lane
-    (t, g) is row 4g + r, column t.
+    A is e4m3, 8 dwords a lane, row m = t; bytes 0..15 are K = 16g + j, the others K = 64 + 16g + j.
+    B of 8 dwords is the same with column n = t; of 4 dwords it is e2m1, nibble j is K = 32g + j.
+    Lane (t, g) supplies, in byte 0 of scale_a and byte ``byte_b`` of scale_b, the E8M0 scale of row
+    (or column) t for K = 32g .. 32g + 31: an e4m3 lane's bytes 0..15 are scaled by lane group
+    g // 2, bytes 16..31 by group 2 + g // 2. C and D: register r of lane (t, g) is row 4g + r,
+    column t.
     """
     kind = _vector(4, ir.F32Type.get())
+    format_a, format_b = (
+        ir.Attribute.parse(f"#rocdl<matrix_format {name}>")
+        for name in ("fp8_e4m3", "fp8_e4m3" if b.numel == 8 else "fp4_e2m1")
+    )
     result = rocdl.mfma_scale_f32_16x16x128_f8f6f4_(
         kind,
         raw(a),
         raw(b),
         raw(c),
-        _format_fp8(),
-        _format_fp8(),
+        format_a,
+        format_b,
         0,
         raw(scale_a),
         byte_b,

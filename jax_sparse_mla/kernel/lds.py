@@ -10,7 +10,7 @@ here, and all of them are free of bank conflicts because the 16-byte chunk ``C``
   n = 4y .. 4y + 3 and 16 + 4y .. 16 + 4y + 3, and the next 16 lanes those of octet y + 2.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax_sparse_mla.kernel.contract import HEADS_PER_GROUP, LATENT_DIM, TILE
 
@@ -42,24 +42,36 @@ def _lay_out(*sizes: tuple[str, int]) -> tuple[Region, ...]:
 WEIGHTS_SLICE = WAVE_ENTRIES * HEADS_PER_GROUP * 2
 """Bytes of the weights of one wave's entries for one column block: [2 pairs of octets][hi, lo]
 [head] of 16 bytes, e4m3."""
-EXPONENTS_STRIDE = WAVES * HEADS_PER_GROUP * 4 + 64
-"""Bytes of the exponents for one column block: [writing wave][head] int32, and 64 more, so that the
-lane groups, which write to different blocks, meet different banks."""
+REST_SLICE = WAVE_ENTRIES * HEADS_PER_GROUP // 2
+"""Bytes of what hi and lo leave over of the same weights: [head][octet] of 4 bytes, e2m1."""
+EXPONENTS_SLICE = HEADS_PER_GROUP * 4
+"""Bytes of the exponents of one wave for one column block: [head] int32."""
 
-# Weights: [writing wave][slice]; slice k is for column block (wave + 1 + k) % 4. There are only
-# three: the slice for the wave's own block takes the place of values that this wave has read.
+# Weights and rest: [writing wave][slice]; slice k is for column block (wave + 1 + k) % 4. There are
+# only three: that for the wave's own block takes the place of values that this wave has read.
+# Exponents: [column block][slice], where ``exponents_place`` says.
 REGIONS = _lay_out(
     ("latent", TILE * LATENT_DIM),
     ("weights", WAVES * (WAVES - 1) * WEIGHTS_SLICE),
-    ("exponents", WAVES * EXPONENTS_STRIDE),
+    ("rest", WAVES * (WAVES - 1) * REST_SLICE),
+    ("exponents", WAVES * WAVES * EXPONENTS_SLICE),
 )
-LATENT, WEIGHTS, EXPONENTS = REGIONS
+LATENT, WEIGHTS, REST, EXPONENTS = REGIONS
 # Before the first tile its place holds the query: e4m3 hi and lo in [head] rows like the latents',
 # then [head][block] E8M0 bytes.
 QUERY_HI = Region("query hi", LATENT.start, HEADS_PER_GROUP * LATENT_DIM)
 QUERY_LO = Region("query lo", QUERY_HI.start + QUERY_HI.size, QUERY_HI.size)
 QUERY_SCALES = Region("query scales", QUERY_LO.start + QUERY_LO.size, HEADS_PER_GROUP * 4)
 TOTAL = REGIONS[-1].start + REGIONS[-1].size
+
+
+def exponents_place(block: Any, writer: Any) -> Any:
+    """Offset in EXPONENTS of a wave's slice for a column block (numbers, or values of a kernel).
+
+    The lane groups of a wave write for different blocks, and read of different waves: either way
+    they meet different banks.
+    """
+    return (block * WAVES + ((block + writer) & (WAVES - 1))) * EXPONENTS_SLICE
 
 
 def swizzle(entry: int) -> int:

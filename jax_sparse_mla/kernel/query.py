@@ -131,7 +131,7 @@ def quantise_q(raw: RawQuery, scale_log2e: Value, order: ChunkOrder, lds_base: V
         scales.append(e8m0_scale(largest))
         unit = unit_of(scales[-1])
         hi = [isa.to_fp8(pairs[j : j + 2], unit) for j in (0, 2)]
-        lo = [residual_fp8(pairs[j : j + 2], hi[j // 2], unit) for j in (0, 2)]
+        lo = [isa.to_fp8(residual(pairs[j : j + 2], hi[j // 2], unit), unit) for j in (0, 2)]
         address = codes_address ^ lds.CHUNK * i
         for codes, region in ((hi, lds.QUERY_HI), (lo, lds.QUERY_LO)):
             offset = LATENT_DIM * i + region.start - lds.QUERY_HI.start
@@ -173,10 +173,9 @@ def _operand(address: Value, order: ChunkOrder, j: int, offset: int) -> Value:
     return Vector.from_elements([w[i] for w in words for i in range(4)], fx.Int32)
 
 
-def residual_fp8(pairs: list[Value], hi: Value, unit: Value) -> Value:
-    """What the e4m3 word ``hi`` leaves over of two pairs of floats, as e4m3 in the same unit."""
-    rest = [x - y for x, y in zip(pairs, isa.from_fp8(hi, unit), strict=True)]
-    return isa.to_fp8(rest, unit)
+def residual(pairs: list[Value], codes: Value, unit: Value) -> list[Value]:
+    """What an e4m3 word leaves over of two pairs of floats."""
+    return [x - y for x, y in zip(pairs, isa.from_fp8(codes, unit), strict=True)]
 
 
 def e8m0_scale(value: Value) -> Value:

@@ -2,9 +2,14 @@
 
 Each wave takes the softmax of its 32 entries of a tile by itself, relative to a power of two
 2^top, so that no wave waits for another's maximum. A weight is then multiplied by the entry's scale
-of a column block, four ways, and quantised to e4m3 hi + lo with one exponent for the wave's 32
-entries. So the scale is part of the weight's format: a product of weight and scale is off by 2^-9
-of itself at most, or by 2^-18 of the largest of the 32, however scales are mixed.
+of a column block, four ways, and quantised to e4m3 hi + lo, in units of 2^-7 to 2^-8 of the sum of
+the 32 products. So the scale is part of the weight's format: a product of weight and scale is off
+by 2^-9 of itself at most, or by 2^-18 of the sum, however scales are mixed.
+
+Where many entries share a row such errors cancel. Where few do they might not, so a wave refines
+its tile: it adds the rest, e2m1 of what hi and lo leave over. A product that is more than 1/16 of
+the sum is then off by 2^-10.6 of itself at most. A tile is refined if it may be one of a few that
+matter: if its products, for any head and column block, outweigh half of all before.
 """
 
 from typing import NamedTuple
@@ -17,28 +22,36 @@ from jax_sparse_mla.kernel import lds
 from jax_sparse_mla.kernel.instructions import Value
 from jax_sparse_mla.kernel.query import (
     BLOCKS,
-    e8m0_scale,
     maximum_of_groups,
-    residual_fp8,
-    unit_of,
+    residual,
 )
 from jax_sparse_mla.kernel.scores import Scores
 from jax_sparse_mla.kernel.tile import SUBTILES, Side
+from jax_sparse_mla.kernel.workgroup import same_lane
 
 TOP_LIMIT = 2.0**26
 """Scores beyond it (in bits) would lose all precision in float32; they end as NaN."""
+REFINED = 2**29
+"""Added to the published exponents of a refined tile; itself beyond any exponent."""
+REST_EXPONENT = -4
+"""Unit of the rest, relative to that of hi and lo; they leave over 1/4 at most, 4 of it."""
+_SHARE = 0.5
+"""A tile is refined if its products exceed this share of those of the wave's tiles before."""
 
 
 class Total(NamedTuple):
-    """A wave's sum of weights for head t so far, lane group g's share: sum * 2^top."""
+    """What a wave has seen of head t so far, in units of 2^top."""
 
     sum: Value
+    """The sum of weights, lane group g's share."""
     top: Value
+    products: Value
+    """About 2^-7 of the sum of products of weights and the scales of block number g, * _SHARE."""
 
 
 def nothing_yet() -> Total:
     """The total at the start of a row."""
-    return Total(fx.Float32(0.0), fx.Int32(-(2**26)))
+    return Total(fx.Float32(0.0), fx.Int32(-(2**26)), fx.Float32(0.0))
 
 
 def softmax(products: list[Value], factor: Value, total: Total) -> tuple[list[Value], Value, Total]:
@@ -55,65 +68,118 @@ def softmax(products: list[Value], factor: Value, total: Total) -> tuple[list[Va
     added = pairs[0] + pairs[1]
     whole_top = isa.to_integer(top)
     new_top = (whole_top > total.top).select(whole_top, total.top)
-    new_sum = isa.ldexp(total.sum, total.top - new_top) + isa.ldexp(added, whole_top - new_top)
-    return weights, whole_top, Total(new_sum, new_top)
+    old = total.top - new_top
+    new_sum = isa.ldexp(total.sum, old) + isa.ldexp(added, whole_top - new_top)
+    return weights, whole_top, Total(new_sum, new_top, isa.ldexp(total.products, old))
 
 
 def _pair(first: Value, second: Value) -> Value:
     return Vector.from_elements([first, second], fx.Float32)
 
 
+class OwnWeights(NamedTuple):
+    """The wave's weights for its own column block, as ``Values.add_tile`` places them."""
+
+    line: Value
+    """hi and lo: 16 bytes of a slice of lds.WEIGHTS."""
+    refined: Value
+    """Whether there is a rest; wave-uniform."""
+    rest: Value
+    """In lane group 3, 16 bytes of a slice of lds.REST."""
+
+
 class Weights(NamedTuple):
     """Where a wave writes its weights."""
 
     scores: Scores
+    lds_base: Value
     weights_address: Value
     exponents_address: Value
+    group_lanes: list[Value]
+    """Lanes of each lane group, wave-uniform."""
 
-    def publish(self, weights: list[Value], top: Value, side: Side) -> Value:
+    def publish(
+        self, weights: list[Value], top: Value, side: Side, total: Total
+    ) -> tuple[OwnWeights, Total]:
         """Scale, quantise and write the weights of the wave's entries for the other waves.
 
-        Returns the slice for the wave's own column block: there is no place for it yet.
+        Returns the slice for the wave's own column block too: there is no place for it yet.
         """
         scales = [self.scores.spread_scales(bits) for bits in side.scales]
-        scaled = [
-            [
+        units = _units(weights, scales)
+        unit = units[0]
+        for number in range(1, BLOCKS):
+            unit = isa.lane_condition(self.group_lanes[number]).select(units[number], unit)
+        products = isa.ldexp(unit, top - total.top)
+        refined = isa.ballot(products > total.products) != fx.Uint64(0)
+        total = total._replace(products=isa.fma(products, fx.Float32(_SHARE), total.products))
+        mark = refined.select(fx.Int32(REFINED - 127), fx.Int32(-127))
+        exponent = isa.shift_right(unit.bitcast(fx.Int32), 23) + mark + top
+        isa.lds_store(self.exponents_address, exponent, 1)
+        rests = []
+        for number, unit in enumerate(units):
+            values = [
                 isa.broadcast_in_quad(scales[s][r], number) * weights[2 * s + r // 2][r % 2]
                 for s in range(SUBTILES)
                 for r in range(4)
             ]
-            for number in range(BLOCKS)
-        ]
-        exponent, units = self._common_exponents(
-            [isa.maximum(*[abs(x) for x in values]) for values in scaled]
-        )
-        isa.lds_store(self.exponents_address, exponent - 127 + top, 1)
-        for number in range(BLOCKS):
-            values, unit = scaled[number], units[number]
-            pairs = [_pair(values[i], values[i + 1]) for i in range(0, 8, 2)]
             words = []
-            for two in (pairs[:2], pairs[2:]):
-                hi = isa.to_fp8(two, unit)
+            for i in (0, 4):
+                pairs = [_pair(values[j], values[j + 1]) for j in (i, i + 2)]
+                hi = isa.to_fp8(pairs, unit)
+                rests.append(residual(pairs, hi, unit))
                 # Even lane groups end with hi of two octets, odd ones with lo of the same two.
-                words.append(isa.swap_rows_16(hi, residual_fp8(two, hi, unit)))
+                words.append(isa.swap_rows_16(hi, isa.to_fp8(rests[-1], unit)))
             line = Vector.from_elements([word[i] for i in (0, 1) for word in words], fx.Int32)
             if number < BLOCKS - 1:
                 isa.lds_store(self.weights_address, line, 4, lds.WEIGHTS_SLICE * number)
+            # Numbers worked on side by side would take more registers than there are.
+            isa.schedule_fence()
+        (rest,) = isa.when(refined, lambda: [self._publish_rests(rests, units)], None)
+        return OwnWeights(line, refined, rest), total
+
+    def _publish_rests(self, rests: list[list[Value]], units: list[Value]) -> Value:
+        """Write what hi and lo leave over, given what hi does.
+
+        Returns the own block's share: in lane group 3, all octets of head t.
+        """
+        words = []
+        for number, unit in enumerate(units):
+            # lo is worked out again: opaque, or the compiler would keep it in registers.
+            unit = isa.opaque(unit)
+            pairs = [
+                pair
+                for rest in rests[2 * number : 2 * number + 2]
+                for pair in residual(rest, isa.to_fp8(rest, unit), unit)
+            ]
+            words.append(isa.to_fp4(pairs, unit * 2.0**REST_EXPONENT))
+            isa.schedule_fence()
+        # Lane group g has octet g of each number, and is to have all octets of number g.
+        even, odd = (isa.swap_rows_32(words[i], words[i + 2]) for i in (0, 1))
+        first, second = (isa.swap_rows_16(even[i], odd[i]) for i in (0, 1))
+        line = Vector.from_elements([*first, *second], fx.Int32)
+        lane = same_lane(self.scores.order.lane.wave)
+        place = (lane.wave * (BLOCKS - 1) + lane.g) * lds.REST_SLICE + lane.t * 16
+
+        def store() -> list[Value]:
+            isa.lds_store(self.lds_base + (lds.REST.start + place), line, 4)
+            return []
+
+        isa.when(lane.g < BLOCKS - 1, store, [])
         return line
 
-    def _common_exponents(self, largest: list[Value]) -> tuple[Value, list[Value]]:
-        """E8M0 scales and units of four numbers' maxima over the lane groups.
 
-        Lane group g gets the scale of number g, and every lane the unit of all four.
-        """
-        even = isa.maximum(*isa.swap_rows_32(largest[0], largest[2]))
-        odd = isa.maximum(*isa.swap_rows_32(largest[1], largest[3]))
-        scale = e8m0_scale(isa.maximum(*isa.swap_rows_16(even, odd)))
-        unit = unit_of(scale)
-        even, odd = isa.swap_rows_16(unit, unit)
-        unit0, unit2 = isa.swap_rows_32(even, even)
-        unit1, unit3 = isa.swap_rows_32(odd, odd)
-        return scale, [unit0, unit1, unit2, unit3]
+def _units(weights: list[Value], scales: list[Value]) -> list[Value]:
+    """Units for the products with each number of a column block: 2^-7 of their sum, about.
+
+    Conversions use its exponent alone, so bfloat16 will do for one matrix product that gives the
+    sums of all four, to every lane group. Scaled before, so that no sum is infinite.
+    """
+    scales = [scale * 2.0**-7 for scale in scales]
+    a = isa.to_bf16([abs(scale[r]) for scale in scales for r in range(4)])
+    b = isa.to_bf16([pair[i] for pair in weights for i in (0, 1)])
+    sums = isa.mfma_bf16(a, b, Vector.filled(4, 0.0, fx.Float32))
+    return [sums[number] for number in range(BLOCKS)]
 
 
 def weights_of(scores: Scores, lds_base: Value) -> Weights:
@@ -121,9 +187,11 @@ def weights_of(scores: Scores, lds_base: Value) -> Weights:
     lane = scores.order.lane
     weights = lane.wave * ((BLOCKS - 1) * lds.WEIGHTS_SLICE) + (lane.g * 16 + lane.t) * 16
     block = (lane.wave + 1 + lane.g) & (BLOCKS - 1)
-    exponents = block * lds.EXPONENTS_STRIDE + (lane.wave * 16 + lane.t) * 4
+    exponents = lds.exponents_place(block, lane.wave) + lane.t * 4
     return Weights(
         scores,
+        lds_base,
         lds_base + (weights + lds.WEIGHTS.start),
         lds_base + (exponents + lds.EXPONENTS.start),
+        [isa.ballot(lane.g == number) for number in range(BLOCKS)],
     )

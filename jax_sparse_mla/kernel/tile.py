@@ -97,29 +97,25 @@ class Tiles(NamedTuple):
         slots, masks = [], []
         for s, index in enumerate(indices.scored):
             within, valid = self._conditions(index, self.stream.scored, 16 * s, tile)
-            slots.append((within & valid).select(index, self.last.slot))
+            # Opaque: put off to the use, it would keep the index while the next one is loaded.
+            slots.append(isa.opaque((within & valid).select(index, self.last.slot)))
             # Two ballots: of a conjunction the compiler makes a number first.
             counts = isa.ballot(within) & isa.ballot(valid)
             masks.append(counts | fx.Uint64(_OTHER_GROUPS))
         return slots, masks
 
-    def load_scales(self, slots: list[Value]) -> list[Value]:
-        """Start loading the scale of block g of entries t and 16 + t."""
-        base = self._base_of_group(4)
-        return [isa.global_load(_record(base, slot), 1, _SCALES) for slot in slots]
+    def load_side(self, slots: list[Value]) -> list[Value]:
+        """Start loading what a lane has of entries t and 16 + t beside the latents.
 
-    def load_rope(self, slots: list[Value]) -> list[Value]:
-        """Start loading the rope operands of entries t and 16 + t, two of 4 dwords each."""
-        base = self._base_of_group(16)
-        records = [_record(base, slot) for slot in slots]
-        return [isa.global_load(r, 4, _ROPE + 64 * i) for r in records for i in (0, 1)]
-
-    def _base_of_group(self, stride: int) -> Value:
-        """64-bit address of lane group g's part of record 0, g * stride bytes in.
-
-        It is worked out anew where it is needed, to spare registers.
+        The scale of block g of each, then the rope operands, two of 4 dwords each.
         """
-        return self.kv + fx.Uint64(fx.Uint32(isa.opaque(self.group))) * stride
+        # Addresses of the lane group's parts are worked out anew, to spare registers.
+        group = fx.Uint64(fx.Uint32(isa.opaque(self.group)))
+        scales = [_record(self.kv + group * 4, slot) for slot in slots]
+        ropes = [_record(self.kv + group * 16, slot) for slot in slots]
+        return [isa.global_load(record, 1, _SCALES) for record in scales] + [
+            isa.global_load(record, 4, _ROPE + 64 * i) for record in ropes for i in (0, 1)
+        ]
 
     def bias(self, side: Side, subtile: int) -> Value:
         """0, or in lane group 0 of a masked entry what takes its score below all others."""

@@ -6,6 +6,7 @@ g // 2 + 2(o // 2): so each block of 32 that shares a scale operand is one wave'
 j of octet y is entry 16(j // 4) + 4y + j % 4 of its wave, as the scores left it.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import flydsl.expr as fx
@@ -16,7 +17,8 @@ from jax_sparse_mla.kernel import lds
 from jax_sparse_mla.kernel.contract import LATENT_DIM
 from jax_sparse_mla.kernel.instructions import Value
 from jax_sparse_mla.kernel.query import BLOCKS
-from jax_sparse_mla.kernel.workgroup import Lane
+from jax_sparse_mla.kernel.softmax import REFINED, REST_EXPONENT, OwnWeights
+from jax_sparse_mla.kernel.workgroup import Lane, same_lane
 
 COLUMN_CHUNKS = 8
 """16-column parts of a column block."""
@@ -45,35 +47,81 @@ def no_output() -> Output:
 class Values(NamedTuple):
     """Where a wave finds values and weights."""
 
+    wave: Value
+    lds_base: Value
     latent_address: Value
     own_weights_address: Value
     weights_addresses: list[list[Value]]
     """[hi, lo][waves 0 and 1, waves 2 and 3]."""
     exponents_address: Value
 
-    def add_tile(self, output: Output, own_weights: Value) -> Output:
+    def add_tile(self, output: Output, own: OwnWeights) -> Output:
         """Add the staged tile's values times the weights: the published and the wave's own."""
         exponent = isa.lds_load(self.exponents_address, 1)
         base = isa.opaque(self.latent_address)
         # Nobody else reads these columns: once read, they make room for the wave's own weights.
         first_values = self._read_values(base, 0)
-        isa.lds_store(self.own_weights_address, own_weights, 4)
-        hi, lo = (self._read_weights(part) for part in (0, 1))
-        output, excess = _raise_reference(output, exponent)
-        scale = excess + (127 + 127 - _VALUE_SCALE)
-        scale = (scale < 1).select(fx.Int32(1), scale)
-        parts = []
-        ahead = first_values
-        for chunk, part in enumerate(output.parts):
-            values = ahead
-            if chunk + 1 < COLUMN_CHUNKS:
-                ahead = self._read_values(base, chunk + 1)
-            isa.schedule_fence()
+        isa.lds_store(self.own_weights_address, own.line, 4)
+        hi = self._read_weights(0)
+        excess = exponent - output.reference
+
+        def raise_reference_and_refine() -> list[Value]:
+            is_refined = exponent > (REFINED >> 1)
+            plain = is_refined.select(exponent - REFINED, exponent)
+            raised = _raise_reference(output, plain)
+            scale = _scale(plain - raised.reference)
+            rest = self._read_rest(own, is_refined)
+            # What is not refined counts for nothing.
+            rest_scale = is_refined.select(
+                _scale(plain - raised.reference + REST_EXPONENT), fx.Int32(0)
+            )
+            products = self._values(first_values, isa.opaque(self.latent_address), 0)
+            parts = [
+                isa.mfma_fp8(values, rest, part, fx.Int32(_VALUE_SCALE), rest_scale)
+                for values, part in zip(products, raised.parts, strict=True)
+            ]
+            return [self._read_weights(0), scale, raised.reference, *parts]
+
+        # The exponents of a refined tile exceed any limit too.
+        exceeds = isa.ballot(excess > _HEADROOM) != fx.Uint64(0)
+        # The opaque values leave no work to that path alone: the sums would be held twice.
+        unchanged = [hi, isa.opaque(_scale(excess)), output.reference, *output.parts]
+        hi, scale, reference, *parts = isa.when(exceeds, raise_reference_and_refine, unchanged)
+        lo = self._read_weights(1)
+        sums = []
+        for values, part in zip(self._values(first_values, base, 1), parts, strict=True):
             for weights in (hi, lo):
                 part = isa.mfma_fp8(values, weights, part, fx.Int32(_VALUE_SCALE), scale)
-            parts.append(part)
+            sums.append(part)
+        return Output(sums, reference)
+
+    def _read_rest(self, own: OwnWeights, is_refined: Value) -> Value:
+        """The rest of the weights, of the waves that have refined the tile; else anything."""
+        lane = same_lane(self.wave)
+        # Behind the own weights, and in the banks that the published rest has.
+        row = 64 + (lane.t ^ ((self.wave & 1) * 8))
+        chunk = (self.wave >> 1) * 16 + lane.t
+        place = self.lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK)
+
+        def store() -> list[Value]:
+            isa.lds_store(place, own.rest, 4)
+            return []
+
+        isa.when(own.refined, lambda: isa.when(lane.g == BLOCKS - 1, store, []), [])
+        number = lane.g * (BLOCKS - 1) + ((self.wave - lane.g - 1) & (BLOCKS - 1))
+        published = self.lds_base + (lds.REST.start + number * lds.REST_SLICE + lane.t * 16)
+        is_published = is_refined & (lane.g != self.wave)
+        return isa.lds_load(is_published.select(published, place), 4)
+
+    def _values(self, first: Value, base: Value, ahead: int) -> Iterator[Value]:
+        """The values of each chunk, reading ``ahead`` (0 or 1) chunks before the use."""
+        ready = [first]
+        for chunk in range(COLUMN_CHUNKS):
+            if 0 < chunk + ahead < COLUMN_CHUNKS:
+                ready.append(self._read_values(base, chunk + ahead))
             isa.schedule_fence()
-        return Output(parts, output.reference)
+            yield ready.pop(0)
+            isa.schedule_fence()
 
     def _read_weights(self, part: int) -> Value:
         words = [isa.lds_load(address, 4) for address in self.weights_addresses[part]]
@@ -97,7 +145,7 @@ def values_of(lane: Lane, lds_base: Value) -> Values:
     swizzle = ((lane.g & 1) * 8 + (entry & 3)) ^ ((entry >> 2) * 4)
     chunk = ((lane.wave & 1) * 8) ^ swizzle
     latent = row * LATENT_DIM + (lane.wave >> 1) * 256 + chunk * lds.CHUNK + half * 8
-    exponents = lane.wave * lds.EXPONENTS_STRIDE + (lane.g * 16 + lane.t) * 4
+    exponents = lds.exponents_place(lane.wave, lane.g) + lane.t * 4
 
     def own(place: Value) -> Value:
         """Where 16 bytes of the own slice lie: in row ``place``, the wave's first chunk."""
@@ -116,6 +164,8 @@ def values_of(lane: Lane, lds_base: Value) -> Values:
         return (writer == lane.wave).select(own(place), published(writer, place))
 
     return Values(
+        wave=lane.wave,
+        lds_base=lds_base,
         latent_address=lds_base + (latent + lds.LATENT.start),
         own_weights_address=own(lane.g * 16 + lane.t),
         weights_addresses=[[weights(part, run) for run in (0, 1)] for part in (0, 1)],
@@ -123,24 +173,22 @@ def values_of(lane: Lane, lds_base: Value) -> Values:
     )
 
 
-def _raise_reference(output: Output, exponent: Value) -> tuple[Output, Value]:
-    """Rescale the sums where new weights would exceed the reference by too much: seldom.
+def _raise_reference(output: Output, exponent: Value) -> Output:
+    """The output rescaled so that no exponent exceeds its reference.
 
-    float32 has room for sums far above their reference; the first tile always sets it. Returns too
-    by how much ``exponent`` exceeds the reference now.
+    float32 has room for sums far above their reference, so that it is seldom needed; the first tile
+    always sets it.
     """
-    excess = exponent - output.reference
-    exceeds = isa.ballot(excess > _HEADROOM) != fx.Uint64(0)
+    first, second = isa.swap_rows_16(exponent, exponent)
+    largest = (first > second).select(first, second)
+    first, second = isa.swap_rows_32(largest, largest)
+    largest = (first > second).select(first, second)
+    reference = (largest > output.reference).select(largest, output.reference)
+    factor = isa.ldexp(fx.Float32(1.0), output.reference - reference)
+    return Output([part * factor for part in output.parts], reference)
 
-    def rescale() -> list[Value]:
-        first, second = isa.swap_rows_16(exponent, exponent)
-        largest = (first > second).select(first, second)
-        first, second = isa.swap_rows_32(largest, largest)
-        largest = (first > second).select(first, second)
-        reference = (largest > output.reference).select(largest, output.reference)
-        factor = isa.ldexp(fx.Float32(1.0), output.reference - reference)
-        return [reference, exponent - reference] + [part * factor for part in output.parts]
 
-    unchanged = [output.reference, excess, *output.parts]
-    reference, excess, *parts = isa.when(exceeds, rescale, unchanged)
-    return Output(parts, reference), excess
+def _scale(excess: Value) -> Value:
+    """The E8M0 scale to give for weights whose exponent exceeds the reference by ``excess``."""
+    scale = excess + (127 + 127 - _VALUE_SCALE)
+    return (scale < 1).select(fx.Int32(1), scale)
