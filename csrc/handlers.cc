@@ -133,21 +133,20 @@ void Enqueue(int device, hipStream_t stream, const Attributes& call, KernelArgum
 #undef ADDRESS
   hip.OnDevice(device, [&] {
     hip.Check("hipModuleLaunchKernel",
-              hip.hipModuleLaunchKernel(function, static_cast<unsigned>(workgroups), 1, 1,
-                                        static_cast<unsigned>(call.block_size), 1, 1, 0, stream,
-                                        addresses, nullptr));
+              hip.hipModuleLaunchKernel(function, workgroups, 1, 1, call.block_size, 1, 1, 0,
+                                        stream, addresses, nullptr));
   });
 }
 
-ffi::Error Initialize(int32_t device, ffi::Dictionary dictionary) {
+Error Initialize(int32_t device, ffi::Dictionary dictionary) {
   const Attributes call = Decode(dictionary);
   FindKernel(Hip::Get(), device, call);
   return Error::Success();
 }
 
-ffi::Error Execute(int32_t device, hipStream_t stream, Buffer q_latent, Buffer q_rope, Buffer kv,
-                   Buffer indices, Buffer row_begin, Buffer row_end, ffi::Result<Buffer> out,
-                   ffi::Result<Buffer> lse, ffi::Dictionary dictionary) {
+Error Execute(int32_t device, Buffer q_latent, Buffer q_rope, Buffer kv, Buffer indices,
+              Buffer row_begin, Buffer row_end, ffi::Result<Buffer> out, ffi::Result<Buffer> lse,
+              ffi::Dictionary dictionary, hipStream_t stream) {
   const Attributes call = Decode(dictionary);
   const DataType out_dtype = OutDtype(call.symbol);
   Require(out->element_type() == out_dtype, "'out' must be ", out_dtype, " for kernel '",
@@ -192,34 +191,28 @@ ffi::Error Execute(int32_t device, hipStream_t stream, Buffer q_latent, Buffer q
 }
 
 // XLA on the CPU has no stream.
-constexpr auto kExecuteOnHost = [](int32_t device, auto... operands) {
-  return Execute(device, nullptr, operands...);
-};
+constexpr auto kExecuteOnHost = [](auto... operands) { return Execute(operands..., nullptr); };
 
-template <typename Context>
-auto WithOperands(Context context) {
-  return std::move(context)
-      .template Arg<Buffer>()
-      .template Arg<Buffer>()
-      .template Arg<Buffer>()
-      .template Arg<Buffer>()
-      .template Arg<Buffer>()
-      .template Arg<Buffer>()
-      .template Ret<Buffer>()
-      .template Ret<Buffer>()
-      .template Attrs<ffi::Dictionary>();
+auto BindOperands() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Attrs<ffi::Dictionary>();
 }
 
 XLA_FFI_DEFINE_HANDLER(
     kInitialize, Initialize,
     ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs<ffi::Dictionary>());
-XLA_FFI_DEFINE_HANDLER(kExecute, Execute,
-                       WithOperands(ffi::Ffi::Bind()
-                                        .Ctx<ffi::DeviceOrdinal>()
-                                        .Ctx<ffi::PlatformStream<hipStream_t>>()),
+XLA_FFI_DEFINE_HANDLER(kExecute, Execute, BindOperands().Ctx<ffi::PlatformStream<hipStream_t>>(),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kExecuteHost, kExecuteOnHost,
-                       WithOperands(ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(kExecuteHost, kExecuteOnHost, BindOperands());
 
 // Nothing may be thrown into XLA.
 XLA_FFI_Error* CallGuarded(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) noexcept {
@@ -242,34 +235,35 @@ XLA_FFI_Error* CallGuarded(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) n
 }
 
 }  // namespace
-}  // namespace jax_sparse_mla
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT XLA_FFI_Error* jax_sparse_mla_initialize(XLA_FFI_CallFrame* frame) {
-  return jax_sparse_mla::CallGuarded(jax_sparse_mla::kInitialize, frame);
+  return CallGuarded(kInitialize, frame);
 }
 
 EXPORT XLA_FFI_Error* jax_sparse_mla_execute(XLA_FFI_CallFrame* frame) {
-  return jax_sparse_mla::CallGuarded(jax_sparse_mla::kExecute, frame);
+  return CallGuarded(kExecute, frame);
 }
 
 EXPORT XLA_FFI_Error* jax_sparse_mla_execute_host(XLA_FFI_CallFrame* frame) {
-  return jax_sparse_mla::CallGuarded(jax_sparse_mla::kExecuteHost, frame);
+  return CallGuarded(kExecuteHost, frame);
 }
 
 // The launch contract this library was built for; shim.py compares it with contract.py.
-EXPORT const char* jax_sparse_mla_contract() { return jax_sparse_mla::kContract; }
+EXPORT const char* jax_sparse_mla_contract() { return kContract; }
 
 // Why no HIP runtime can be used, or "" if one can; for the doctor. Valid until this thread's next
 // call.
 EXPORT const char* jax_sparse_mla_hip_error() try {
-  jax_sparse_mla::Hip::Get();
+  Hip::Get();
   return "";
-} catch (jax_sparse_mla::Error& error) {
-  static thread_local jax_sparse_mla::Error kept;
+} catch (Error& error) {
+  static thread_local Error kept;
   kept = std::move(error);
   return kept.message().c_str();
 } catch (...) {
   return "out of host memory";
 }
+
+}  // namespace jax_sparse_mla

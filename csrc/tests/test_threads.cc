@@ -52,7 +52,8 @@ std::map<int, int> CallsOf(const std::string& function) {
 SHIM_TEST(ManyThreadsLoadOnceADevice) {
   const SimulatedHip& hip = SimulatedHip::Get();
   for (int devices : {1, kOtherArchDevice}) {
-    const std::string code = NewCode();
+    // Long, so that all threads are at its hash before any has loaded it.
+    const std::string code = NewCode() + std::string(1 << 20, '\0');
     hip.clear_calls();
     const uint64_t launches = hip.launch_count();
     InParallel([&](int thread) {
