@@ -21,11 +21,20 @@ from jax_sparse_mla.kernel.query import (
     positive_factor,
     quantise_q,
 )
-from jax_sparse_mla.kernel.scores import scores_of
+from jax_sparse_mla.kernel.scores import read_address, scores_of
 from jax_sparse_mla.kernel.softmax import Total, nothing_yet, softmax, weights_of
 from jax_sparse_mla.kernel.specialisation import Specialisation
-from jax_sparse_mla.kernel.tile import MOVES, SUBTILES, Indices, Side, stream_of, tiles_of
-from jax_sparse_mla.kernel.values import Output, no_output, values_of
+from jax_sparse_mla.kernel.tile import (
+    MOVES,
+    SUBTILES,
+    Indices,
+    Side,
+    stage,
+    stage_address,
+    stream_of,
+    tiles_of,
+)
+from jax_sparse_mla.kernel.values import Output, no_output, values_address, values_of
 from jax_sparse_mla.kernel.workgroup import (
     Work,
     address,
@@ -191,7 +200,7 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
     search = start_search(row, lane)
     query = quantise_q(raw_query, a.scale_log2e, order, lds_base)
     last = search.last_entry(a.kv_rows)
-    tiles = tiles_of(stream, last, a.kv, a.kv_rows, lane, lds_base)
+    tiles = tiles_of(stream, last, a.kv, a.kv_rows, lane)
     num_tiles = (last.count + (lds.TILE - 1)) >> 7
 
     def first_records() -> list[Value]:
@@ -202,7 +211,7 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
 
     first = isa.when(num_tiles > 0, first_records, None)
     factor = positive_factor(a.scale_log2e)
-    scores = scores_of(order, lds_base)
+    scores = scores_of(order)
     weights = weights_of(scores, lds_base)
     values = values_of(lane, lds_base)
 
@@ -212,8 +221,10 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
         # registers fall free. Loads stay in flight across the barriers. Past the last tile they
         # read the row's last record again: a branch around them would make the compiler wait for
         # more than it needs.
-        latent, side, ahead, total, output = _unpack(state)
-        tiles.stage(latent)
+        latent, side, ahead, total, output, addresses = _unpack(state)
+        # Opaque, or the compiler keeps every sum of theirs in a register across the loop.
+        addresses = Addresses(*[isa.opaque(address) for address in addresses])
+        stage(latent, addresses.stage)
         slots = tiles.moved_slots(ahead, tile + 1)
         scored, unmasked = tiles.scored_slots(ahead, tile + 1)
         next_latent: list[Value] = []
@@ -223,21 +234,24 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
 
         # A wave's scores need its own entries alone; at each of their steps one latent is asked
         # for, so that the path to memory is not crowded.
-        products = scores.products(query, side, tiles, meanwhile=load_one)
+        products = scores.products(query, side, tiles, addresses.scores, meanwhile=load_one)
         shares, top, total = softmax(products, factor, total)
         own_weights, total = weights.publish(shares, top, side, total)
         ahead = stream.load(tile + 2)
         # All waves' latents and weights are in LDS.
         isa.barrier()
-        output = values.add_tile(output, own_weights)
+        output = values.add_tile(output, own_weights, addresses.values)
         next_side = tiles.load_side(scored)
         # All waves have read them.
         isa.barrier()
         next_records = next_latent + next_side + unmasked
-        return _pack(next_records, ahead, total, output)
+        return _pack(next_records, ahead, total, output, addresses)
 
-    initial = _pack(first, next_indices, nothing_yet(), no_output())
-    *_, total, output = _unpack(isa.loop(num_tiles, initial, one_tile))
+    addresses = Addresses(
+        stage_address(lane, lds_base), read_address(order, lds_base), values_address(lane, lds_base)
+    )
+    initial = _pack(first, next_indices, nothing_yet(), no_output(), addresses)
+    *_, total, output, _ = _unpack(isa.loop(num_tiles, initial, one_tile))
     destination = Destination(a.out, a.lse, a.num_heads, specialisation.partial)
     finish(output, total, num_tiles == 0, work, destination, same_lane(lane.wave), lds_base)
     return []
@@ -262,17 +276,28 @@ _LATENT_LOADS = 2 * MOVES
 _SIDE_LOADS = 4 * SUBTILES
 
 
-def _pack(records: list[Value], ahead: Indices, total: Total, output: Output) -> list[Value]:
+class Addresses(NamedTuple):
+    """Where a lane's accesses to the latents in LDS start."""
+
+    stage: Value
+    scores: Value
+    values: Value
+
+
+def _pack(
+    records: list[Value], ahead: Indices, total: Total, output: Output, addresses: Addresses
+) -> list[Value]:
     """The loop's state; ``records`` are the latents, then the fields of Side."""
-    return [*records, ahead.moved, *ahead.scored, *total, output.reference, *output.parts]
+    entries = [*records, ahead.moved, *ahead.scored]
+    return [*entries, *total, *addresses, output.reference, *output.parts]
 
 
-def _unpack(state: list[Value]) -> tuple[list[Value], Side, Indices, Total, Output]:
+def _unpack(state: list[Value]) -> tuple[list[Value], Side, Indices, Total, Output, Addresses]:
     latent, rest = state[:_LATENT_LOADS], state[_LATENT_LOADS:]
     side, rest = rest[:_SIDE_LOADS], rest[_SIDE_LOADS:]
     ahead = Indices(rest[0], rest[1:3])
-    total, output = Total(*rest[3:6]), Output(rest[7:], rest[6])
-    return latent, Side(side[:2], side[2:6], side[6:]), ahead, total, output
+    total, addresses, output = Total(*rest[3:6]), Addresses(*rest[6:9]), Output(rest[10:], rest[9])
+    return latent, Side(side[:2], side[2:6], side[6:]), ahead, total, output, addresses
 
 
 def compile_kernel(specialisation: Specialisation) -> Any:

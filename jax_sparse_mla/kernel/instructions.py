@@ -459,14 +459,21 @@ def _pair_of_int16() -> ir.Type:
 
 
 def mfma_fp8(
-    a: Value, b: Value, c: Value, scale_a: Value, scale_b: Value, byte_b: int = 0
+    a: Value,
+    b: Value,
+    c: Value,
+    scale_a: Value,
+    scale_b: Value,
+    *,
+    byte_a: int = 0,
+    byte_b: int = 0,
 ) -> Value:
     """``v_mfma_scale_f32_16x16x128_f8f6f4``: D = sum A B 2^(scale_a + scale_b - 254) + C.
 
     A is e4m3, 8 dwords a lane, row m = t; bytes 0..15 are K = 16g + j, the others K = 64 + 16g + j.
     B of 8 dwords is the same with column n = t; of 4 dwords it is e2m1, nibble j is K = 32g + j.
-    Lane (t, g) supplies, in byte 0 of scale_a and byte ``byte_b`` of scale_b, the E8M0 scale of row
-    (or column) t for K = 32g .. 32g + 31: an e4m3 lane's bytes 0..15 are scaled by lane group
+    Lane (t, g) supplies, in bytes ``byte_a`` and ``byte_b`` of the two scales, the E8M0 scale of
+    row (or column) t for K = 32g .. 32g + 31: an e4m3 lane's bytes 0..15 are scaled by lane group
     g // 2, bytes 16..31 by group 2 + g // 2. C and D: register r of lane (t, g) is row 4g + r,
     column t.
     """
@@ -482,7 +489,7 @@ def mfma_fp8(
         raw(c),
         format_a,
         format_b,
-        0,
+        byte_a,
         raw(scale_a),
         byte_b,
         raw(scale_b),

@@ -25,7 +25,6 @@ class Scores(NamedTuple):
     """How a wave computes its scores."""
 
     order: ChunkOrder
-    read_address: Value
     one: Value
     """1.0: every row of an f32 product's B."""
     own_block: Value
@@ -34,20 +33,25 @@ class Scores(NamedTuple):
     """Lanes (t, g) with g = block(j)."""
 
     def products(
-        self, query: Query, side: Side, tiles: Tiles, meanwhile: Callable[[int], None]
+        self,
+        query: Query,
+        side: Side,
+        tiles: Tiles,
+        address: Value,
+        meanwhile: Callable[[int], None],
     ) -> list[Value]:
         """Products of the staged entries with the query, a masked entry's far below all others.
 
-        A scale that the format does not allow makes the entry's products NaN. ``meanwhile(i)`` is
-        called at step i of 8, to issue what the matrix unit has time for.
+        ``address`` derives from ``read_address``. A scale that the format does not allow makes the
+        entry's products NaN. ``meanwhile(i)`` is called at step i of 8, to issue what the matrix
+        unit has time for.
         """
         zeros = Vector.filled(4, 0.0, fx.Float32)
         bias = [isa.mfma_f32(tiles.bias(side, s), self.one, zeros) for s in range(SUBTILES)]
-        base = isa.opaque(self.read_address)
         reads = [(s, j) for j in range(BLOCKS) for s in range(SUBTILES)]
         # float32 has sums to keep in the registers that reading further ahead takes.
         ahead = 2 if self.order.scale_format == "pow2" else 1
-        records = _read_ahead(reads, ahead, lambda s, j: self._read(base, s, j), meanwhile)
+        records = _read_ahead(reads, ahead, lambda s, j: self._read(address, s, j), meanwhile)
         if self.order.scale_format == "pow2":
             scales = [_e8m0(bits) for bits in side.scales]
             sums = bias
@@ -59,7 +63,9 @@ class Scores(NamedTuple):
         for (s, j), record in records:
             product = zeros
             for part in (query.hi[j], query.lo[j]):
-                product = isa.mfma_fp8(record, part, product, fx.Int32(_UNIT), query.scale, j)
+                product = isa.mfma_fp8(
+                    record, part, product, fx.Int32(_UNIT), query.scale, byte_b=j
+                )
             scales = self._spread(side.scales[s], isa.opaque_scalar(self.block_lanes[j]))
             sums[s] = isa.fma(scales, product, sums[s])
         return [self._add_rope(query, side, s, sums[s]) for s in range(SUBTILES)]
@@ -113,16 +119,21 @@ def _read_ahead(
         isa.schedule_fence()
 
 
-def scores_of(order: ChunkOrder, lds_base: Value) -> Scores:
+def scores_of(order: ChunkOrder) -> Scores:
     """Prepare what stays the same from tile to tile."""
+    lane = order.lane
+    own_block = isa.ballot(lane.g == order.block(lane.t))
+    block_lanes = [isa.ballot(lane.g == order.block(j)) for j in range(BLOCKS)]
+    return Scores(order, fx.Float32(1.0), own_block, block_lanes)
+
+
+def read_address(order: ChunkOrder, lds_base: Value) -> Value:
+    """The address for ``Scores.products``."""
     lane = order.lane
     row = lane.wave * lds.WAVE_ENTRIES + lane.t
     # Lanes hold entry t of a subtile, whose swizzle is t but for the subtile's own part.
     chunk = order.lane_part() ^ lane.t
-    address = lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK)
-    own_block = isa.ballot(lane.g == order.block(lane.t))
-    block_lanes = [isa.ballot(lane.g == order.block(j)) for j in range(BLOCKS)]
-    return Scores(order, address, fx.Float32(1.0), own_block, block_lanes)
+    return lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK)
 
 
 def _e8m0(bits: Value) -> Value:

@@ -2,9 +2,9 @@
 
 Each wave takes the softmax of its 32 entries of a tile by itself, relative to a power of two
 2^top, so that no wave waits for another's maximum. A weight is then multiplied by the entry's scale
-of a column block, four ways, and quantised to e4m3 hi + lo, in units of 2^-7 to 2^-8 of the sum of
+of a column block, four ways, and quantised to e4m3 hi + lo, in units that derive from the sum of
 the 32 products. So the scale is part of the weight's format: a product of weight and scale is off
-by 2^-9 of itself at most, or by 2^-18 of the sum, however scales are mixed.
+by 2^-9 of itself at most, or by 2^-23 of the sum, however scales are mixed.
 
 Where many entries share a row such errors cancel. Where few do they might not, so a wave refines
 its tile: it adds the rest, e2m1 of what hi and lo leave over. A product that is more than 1/16 of
@@ -33,8 +33,10 @@ TOP_LIMIT = 2.0**26
 """Scores beyond it (in bits) would lose all precision in float32; they end as NaN."""
 REFINED = 2**29
 """Added to the published exponents of a refined tile; itself beyond any exponent."""
-REST_EXPONENT = -4
-"""Unit of the rest, relative to that of hi and lo; they leave over 1/4 at most, 4 of it."""
+LO_EXPONENT, REST_EXPONENT = -5, -4
+"""Units of lo and the rest, relative to that of hi. Of products of 128 to 256 units hi leaves over
+8 at most, 256 of lo's, and lo 1/4, 4 of the rest's."""
+_LO = 2.0**LO_EXPONENT
 _SHARE = 0.5
 """A tile is refined if its products exceed this share of those of the wave's tiles before."""
 
@@ -129,7 +131,7 @@ class Weights(NamedTuple):
                 hi = isa.to_fp8(pairs, unit)
                 rests.append(residual(pairs, hi, unit))
                 # Even lane groups end with hi of two octets, odd ones with lo of the same two.
-                words.append(isa.swap_rows_16(hi, isa.to_fp8(rests[-1], unit)))
+                words.append(isa.swap_rows_16(hi, isa.to_fp8(rests[-1], unit * _LO)))
             line = Vector.from_elements([word[i] for i in (0, 1) for word in words], fx.Int32)
             if number < BLOCKS - 1:
                 isa.lds_store(self.weights_address, line, 4, lds.WEIGHTS_SLICE * number)
@@ -150,7 +152,7 @@ class Weights(NamedTuple):
             pairs = [
                 pair
                 for rest in rests[2 * number : 2 * number + 2]
-                for pair in residual(rest, isa.to_fp8(rest, unit), unit)
+                for pair in residual(rest, isa.to_fp8(rest, unit * _LO), unit * _LO)
             ]
             words.append(isa.to_fp4(pairs, unit * 2.0**REST_EXPONENT))
             isa.schedule_fence()

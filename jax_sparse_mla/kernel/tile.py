@@ -73,7 +73,6 @@ class Tiles(NamedTuple):
     moved_base: Value
     """64-bit address of this lane's part of record 0."""
     group: Value
-    stage_address: Value
 
     def _conditions(
         self, index: Value, offset: Value, ahead: int, tile: Value
@@ -122,15 +121,6 @@ class Tiles(NamedTuple):
         unmasked = isa.lane_condition(side.unmasked[subtile])
         return unmasked.select(fx.Float32(0.0), fx.Float32(-_MASK))
 
-    def stage(self, latent: list[Value]) -> None:
-        """Write the loaded latents to LDS."""
-        base = isa.opaque(self.stage_address)
-        for j in range(MOVES):
-            address = base ^ (lds.CHUNK * j)
-            for half in (0, 1):
-                offset = LATENT_DIM * j + LATENT_DIM // 2 * half
-                isa.lds_store(address, latent[2 * j + half], 4, offset)
-
 
 def stream_of(row: Row, lane: Lane) -> Stream:
     """Prepare reading a row's entries."""
@@ -139,13 +129,8 @@ def stream_of(row: Row, lane: Lane) -> Stream:
     return Stream(row, (first + moved) * 4, (first + lane.t) * 4)
 
 
-def tiles_of(
-    stream: Stream, last: LastEntry, kv: Value, kv_rows: Value, lane: Lane, lds_base: Value
-) -> Tiles:
+def tiles_of(stream: Stream, last: LastEntry, kv: Value, kv_rows: Value, lane: Lane) -> Tiles:
     """Prepare what stays the same from tile to tile."""
-    # The swizzle of entry 8g + j is 8(g % 2) ^ 4(g // 2) ^ j.
-    chunk = lane.t ^ ((lane.g & 1) * 8) ^ ((lane.g >> 1) * 4)
-    row = lane.wave * lds.WAVE_ENTRIES + lane.g * MOVES
     return Tiles(
         stream=stream,
         last=last,
@@ -153,8 +138,23 @@ def tiles_of(
         kv=kv,
         moved_base=kv + fx.Uint64(fx.Uint32(lane.t * 16)),
         group=lane.g,
-        stage_address=lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK),
     )
+
+
+def stage_address(lane: Lane, lds_base: Value) -> Value:
+    """The address for ``stage``."""
+    # The swizzle of entry 8g + j is 8(g % 2) ^ 4(g // 2) ^ j.
+    chunk = lane.t ^ ((lane.g & 1) * 8) ^ ((lane.g >> 1) * 4)
+    row = lane.wave * lds.WAVE_ENTRIES + lane.g * MOVES
+    return lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK)
+
+
+def stage(latent: list[Value], address: Value) -> None:
+    """Write the loaded latents to LDS."""
+    for j in range(MOVES):
+        for half in (0, 1):
+            offset = LATENT_DIM * j + LATENT_DIM // 2 * half
+            isa.lds_store(address ^ (lds.CHUNK * j), latent[2 * j + half], 4, offset)
 
 
 def _record(base: Value, slot: Value) -> Value:

@@ -6,7 +6,6 @@ g // 2 + 2(o // 2): so each block of 32 that shares a scale operand is one wave'
 j of octet y is entry 16(j // 4) + 4y + j % 4 of its wave, as the scores left it.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import flydsl.expr as fx
@@ -17,13 +16,20 @@ from jax_sparse_mla.kernel import lds
 from jax_sparse_mla.kernel.contract import LATENT_DIM
 from jax_sparse_mla.kernel.instructions import Value
 from jax_sparse_mla.kernel.query import BLOCKS
-from jax_sparse_mla.kernel.softmax import REFINED, REST_EXPONENT, OwnWeights
+from jax_sparse_mla.kernel.softmax import LO_EXPONENT, REFINED, REST_EXPONENT, OwnWeights
 from jax_sparse_mla.kernel.workgroup import Lane, same_lane
 
 COLUMN_CHUNKS = 8
 """16-column parts of a column block."""
+_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Of the parts: neighbours share addresses."""
 _VALUE_SCALE = 64
-"""E8M0 scale given for the values: an inline constant, which 127, for 1, is not."""
+"""E8M0 scale given for the values with hi; 127, for 1, would leave less room for the weights'."""
+_VALUE_SCALES = sum(
+    _VALUE_SCALE + exponent << 8 * byte
+    for byte, exponent in enumerate((0, LO_EXPONENT, REST_EXPONENT))
+)
+"""The same with hi, lo and the rest, whose units differ: bytes 0, 1 and 2."""
 _HEADROOM = 64
 """How far, in bits, new weights may exceed the reference before the output is rescaled."""
 
@@ -44,23 +50,33 @@ def no_output() -> Output:
     return Output([zeros] * COLUMN_CHUNKS, fx.Int32(-(2**28)))
 
 
+class Term(NamedTuple):
+    """One part of the weights, as an operand."""
+
+    weights: Value
+    scale: Value
+    value_scale: int
+    """Byte of _VALUE_SCALES."""
+
+
 class Values(NamedTuple):
     """Where a wave finds values and weights."""
 
     wave: Value
     lds_base: Value
-    latent_address: Value
     own_weights_address: Value
     weights_addresses: list[list[Value]]
     """[hi, lo][waves 0 and 1, waves 2 and 3]."""
     exponents_address: Value
 
-    def add_tile(self, output: Output, own: OwnWeights) -> Output:
-        """Add the staged tile's values times the weights: the published and the wave's own."""
+    def add_tile(self, output: Output, own: OwnWeights, address: Value) -> Output:
+        """Add the staged tile's values times the weights: the published and the wave's own.
+
+        ``address`` derives from ``values_address``.
+        """
         exponent = isa.lds_load(self.exponents_address, 1)
-        base = isa.opaque(self.latent_address)
         # Nobody else reads these columns: once read, they make room for the wave's own weights.
-        first_values = self._read_values(base, 0)
+        first_values = self._read_values(address, 0)
         isa.lds_store(self.own_weights_address, own.line, 4)
         hi = self._read_weights(0)
         excess = exponent - output.reference
@@ -70,30 +86,37 @@ class Values(NamedTuple):
             plain = is_refined.select(exponent - REFINED, exponent)
             raised = _raise_reference(output, plain)
             scale = _scale(plain - raised.reference)
-            rest = self._read_rest(own, is_refined)
             # What is not refined counts for nothing.
-            rest_scale = is_refined.select(
-                _scale(plain - raised.reference + REST_EXPONENT), fx.Int32(0)
-            )
-            products = self._values(first_values, isa.opaque(self.latent_address), 0)
-            parts = [
-                isa.mfma_fp8(values, rest, part, fx.Int32(_VALUE_SCALE), rest_scale)
-                for values, part in zip(products, raised.parts, strict=True)
-            ]
+            rest = Term(self._read_rest(own, is_refined), is_refined.select(scale, fx.Int32(0)), 2)
+            again = isa.opaque(address)
+            parts = self._add(raised.parts, first_values, again, [rest])
             return [self._read_weights(0), scale, raised.reference, *parts]
 
         # The exponents of a refined tile exceed any limit too.
         exceeds = isa.ballot(excess > _HEADROOM) != fx.Uint64(0)
-        # The opaque values leave no work to that path alone: the sums would be held twice.
+        # What is opaque leaves no work to that path alone: the sums would be held twice.
         unchanged = [hi, isa.opaque(_scale(excess)), output.reference, *output.parts]
         hi, scale, reference, *parts = isa.when(exceeds, raise_reference_and_refine, unchanged)
-        lo = self._read_weights(1)
-        sums = []
-        for values, part in zip(self._values(first_values, base, 1), parts, strict=True):
-            for weights in (hi, lo):
-                part = isa.mfma_fp8(values, weights, part, fx.Int32(_VALUE_SCALE), scale)
-            sums.append(part)
-        return Output(sums, reference)
+        terms = [Term(hi, scale, 0), Term(self._read_weights(1), scale, 1)]
+        return Output(self._add(parts, first_values, address, terms), reference)
+
+    def _add(
+        self, parts: list[Value], first: Value, address: Value, terms: list[Term]
+    ) -> list[Value]:
+        """The parts with products of the values and the terms added."""
+        sums = list(parts)
+        ahead = first
+        for part, following in zip(_ORDER, [*_ORDER[1:], None], strict=True):
+            values = ahead
+            if following is not None:
+                ahead = self._read_values(address, following)
+            isa.schedule_fence()
+            for weights, scale, byte in terms:
+                sums[part] = isa.mfma_fp8(
+                    values, weights, sums[part], fx.Int32(_VALUE_SCALES), scale, byte_a=byte
+                )
+            isa.schedule_fence()
+        return sums
 
     def _read_rest(self, own: OwnWeights, is_refined: Value) -> Value:
         """The rest of the weights, of the waves that have refined the tile; else anything."""
@@ -113,16 +136,6 @@ class Values(NamedTuple):
         is_published = is_refined & (lane.g != self.wave)
         return isa.lds_load(is_published.select(published, place), 4)
 
-    def _values(self, first: Value, base: Value, ahead: int) -> Iterator[Value]:
-        """The values of each chunk, reading ``ahead`` (0 or 1) chunks before the use."""
-        ready = [first]
-        for chunk in range(COLUMN_CHUNKS):
-            if 0 < chunk + ahead < COLUMN_CHUNKS:
-                ready.append(self._read_values(base, chunk + ahead))
-            isa.schedule_fence()
-            yield ready.pop(0)
-            isa.schedule_fence()
-
     def _read_weights(self, part: int) -> Value:
         words = [isa.lds_load(address, 4) for address in self.weights_addresses[part]]
         return Vector.from_elements([w[i] for w in words for i in range(4)], fx.Int32)
@@ -139,12 +152,6 @@ class Values(NamedTuple):
 
 def values_of(lane: Lane, lds_base: Value) -> Values:
     """Prepare what stays the same from tile to tile."""
-    entry, half = lane.t >> 1, lane.t & 1
-    row = (lane.g >> 1) * 32 + (lane.g & 1) * 8 + (entry >> 2) * 16 + (entry & 3)
-    # The swizzle of that row is 8(g % 2) + entry % 4, XOR 4 in the second half of the wave.
-    swizzle = ((lane.g & 1) * 8 + (entry & 3)) ^ ((entry >> 2) * 4)
-    chunk = ((lane.wave & 1) * 8) ^ swizzle
-    latent = row * LATENT_DIM + (lane.wave >> 1) * 256 + chunk * lds.CHUNK + half * 8
     exponents = lds.exponents_place(lane.wave, lane.g) + lane.t * 4
 
     def own(place: Value) -> Value:
@@ -166,11 +173,21 @@ def values_of(lane: Lane, lds_base: Value) -> Values:
     return Values(
         wave=lane.wave,
         lds_base=lds_base,
-        latent_address=lds_base + (latent + lds.LATENT.start),
         own_weights_address=own(lane.g * 16 + lane.t),
         weights_addresses=[[weights(part, run) for run in (0, 1)] for part in (0, 1)],
         exponents_address=lds_base + (exponents + lds.EXPONENTS.start),
     )
+
+
+def values_address(lane: Lane, lds_base: Value) -> Value:
+    """The address for ``Values.add_tile``."""
+    entry, half = lane.t >> 1, lane.t & 1
+    row = (lane.g >> 1) * 32 + (lane.g & 1) * 8 + (entry >> 2) * 16 + (entry & 3)
+    # The swizzle of that row is 8(g % 2) + entry % 4, XOR 4 in the second half of the wave.
+    swizzle = ((lane.g & 1) * 8 + (entry & 3)) ^ ((entry >> 2) * 4)
+    chunk = ((lane.wave & 1) * 8) ^ swizzle
+    place = row * LATENT_DIM + (lane.wave >> 1) * 256 + chunk * lds.CHUNK + half * 8
+    return lds_base + (lds.LATENT.start + place)
 
 
 def _raise_reference(output: Output, exponent: Value) -> Output:
