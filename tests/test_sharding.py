@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jax_sparse_mla as jsm
 from jax_sparse_mla import context
 
-SCALE = 0.07
+SCALE = 0.02
 # On the simulator a tile of one workgroup takes tens of milliseconds.
 IMPLEMENTATIONS = ("reference", pytest.param("kernel", marks=pytest.mark.slow))
 COLLECTIVES = re.compile(
@@ -32,8 +32,7 @@ class Problem:
     def __init__(self, seed=0, n=8, heads=8, records=256, width=160):
         rng = np.random.default_rng(seed)
         self.q = rng.standard_normal((n, heads, 576)).astype(ml_dtypes.bfloat16)
-        # Latents well below 1: what is tested here is placement, with room in the tolerance.
-        self.kv = oracle.random_records(rng, records, exponents=range(-5, -1))
+        self.kv = oracle.random_records(rng, records)
         self.indices = rng.integers(-1, records, (n, width)).astype(np.int32)
         self.indices[rng.random((n, width)) < 0.1] = records + 5
         self.lengths = rng.integers(0, width + 1, n).astype(np.int32)
