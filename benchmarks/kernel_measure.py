@@ -15,7 +15,7 @@ from gfx950_sim.estimates import LDS_PORTS, SIMDS, Estimate
 from gfx950_sim.recording import MemoryTotals, memory_totals
 from gfx950_sim.timeline import Workgroup, estimate
 
-from benchmarks.kernel_run import HEADS, Run, SparseMla, executed, make_inputs
+from benchmarks.kernel_run import HEADS, Run, SparseMla, Weights, executed, make_inputs
 from jax_sparse_mla.kernel.contract import TILE
 
 SHORT, LONG = 1024, 2048
@@ -38,28 +38,55 @@ class Decode:
 class Measured:
     """A kernel's counts and estimates.
 
+    A tile may cost more if its entries matter more than those before (softmax.py in the kernel:
+    it is refined). What is said of a tile is for even weights, none refined; ``refined`` has the
+    same for rows with every tile refined; decode steps are of random weights.
+
     Args:
       kernel: what to measure.
       parameters: the cost model's setting.
+      weights: of the rows measured.
     """
 
-    def __init__(self, kernel: SparseMla, parameters: Parameters | None = None) -> None:
+    def __init__(
+        self, kernel: SparseMla, parameters: Parameters | None = None, weights: Weights = "even"
+    ) -> None:
         self.kernel = kernel
         self.parameters = parameters or Parameters()
-        self._runs: dict[int, Run] = {}
+        self.weights: Weights = weights
+        self._runs: dict[tuple[Weights, int], Run] = {}
         self._played: dict[tuple[int, int, float, float, float], Estimate] = {}
 
     def with_parameters(self, parameters: Parameters) -> "Measured":
         """The same runs under another setting."""
-        other = Measured(self.kernel, parameters)
+        return self._other(parameters, self.weights)
+
+    @cached_property
+    def refined(self) -> "Measured":
+        """The same of rows with every tile refined."""
+        return self._other(self.parameters, "rising")
+
+    @cached_property
+    def random(self) -> "Measured":
+        """The same of rows with random weights."""
+        return self._other(self.parameters, "random")
+
+    def _other(self, parameters: Parameters, weights: Weights) -> "Measured":
+        other = Measured(self.kernel, parameters, weights)
         other._runs = self._runs
         return other
 
     def run(self, entries: int) -> Run:
         """Two rows of a length, simulated once."""
-        if entries not in self._runs:
-            self._runs[entries] = self.kernel.run(make_inputs(2, entries))
-        return self._runs[entries]
+        key = self.weights, entries
+        if key not in self._runs:
+            self._runs[key] = self.kernel.run(make_inputs(2, entries, self.weights))
+        return self._runs[key]
+
+    @property
+    def faults(self) -> list[str]:
+        """What the simulator found wrong in all runs so far."""
+        return [fault for run in self._runs.values() for fault in run.faults]
 
     # From the code object ------------------------------------------------------------------------
 
@@ -137,9 +164,19 @@ class Measured:
 
     @cached_property
     def outside(self) -> float:
-        """Instructions a wave executes whatever the row's length."""
+        """Instructions a wave executes whatever the row's length, if all its tiles cost the same:
+        that even the first does is so of rising weights."""
         each = self.tile.total + self.beside_loop
         return self._executed(LONG).total - each * LONG / TILE
+
+    @property
+    def refined_share(self) -> float:
+        """Share of the tiles of a long row of random weights that are refined: they take more
+        matrix instructions."""
+        plain, refined = (m.tile.group(counts.MFMA) for m in (self, self.refined))
+        tiles = LONG / TILE
+        more = self.random._executed(LONG).group(counts.MFMA) / tiles - plain
+        return more / (refined - plain) if refined > plain else 0.0
 
     @cached_property
     def tile_memory(self) -> MemoryTotals:
@@ -236,7 +273,7 @@ class Measured:
         p = self.parameters
         options = []
         for splits in range(1, self.residents + 1):
-            clocks = self.play(
+            clocks = self.random.play(
                 LONG // splits, splits, latency=p.hbm_latency, bandwidth=p.hbm_bytes
             ).clocks
             microseconds = (p.workgroup_start + clocks) / (p.clock_ghz * 1000)
@@ -249,7 +286,7 @@ class Measured:
         options = []
         for entries in (128, 256):
             splits = LONG // entries
-            clocks = self.play(entries, 1, latency=p.idle_latency).clocks
+            clocks = self.random.play(entries, 1, latency=p.idle_latency).clocks
             microseconds = p.launch_us + (p.workgroup_start + clocks) / (p.clock_ghz * 1000)
             options.append(Decode(splits, microseconds + self._merge(1, splits)))
         return min(options, key=lambda option: option.microseconds)

@@ -62,7 +62,7 @@ def print_classes(name: str, measured: Measured) -> None:
     except UnknownInstruction as error:
         print(f"\n{name} was not run: {error}")
         return
-    for fault in measured.run(LONG).faults[:5]:
+    for fault in measured.faults[:5]:
         print(f"\n{name}: FAULT {fault}")
     print(f"\n{name}: instructions a wave executes for a tile (in the loop's machine code)")
     for group in counts.GROUPS:

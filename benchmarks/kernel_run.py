@@ -5,7 +5,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import gfx950_sim
 import ml_dtypes
@@ -50,18 +50,34 @@ class Inputs:
         return int(self.q.shape[0])
 
 
-def make_inputs(rows: int, entries: int, seed: int = 0) -> Inputs:
-    """Random queries, records with power-of-two scales, and distinct indices."""
+Weights = Literal["random", "even", "rising"]
+"""What the softmax of a row gives: weights as random scores have them, the same for all entries, or
+ever larger ones."""
+
+
+def make_inputs(rows: int, entries: int, weights: Weights = "random", seed: int = 0) -> Inputs:
+    """Random queries and records with power-of-two scales, and distinct indices.
+
+    Even weights come from queries of 0 and equal scales: past the first few tiles none matters more
+    than those before. Rising ones come from one rope column and indices in order: every tile does.
+    """
     rng = np.random.default_rng(seed)
     q = (rng.standard_normal((rows, HEADS, 576)) * 0.5).astype(ml_dtypes.bfloat16)
-    records = np.zeros((CACHE_ROWS, contract.RECORD_BYTES), np.uint8)
     latent = rng.standard_normal((CACHE_ROWS, 512), np.float32).astype(ml_dtypes.float8_e4m3fn)
-    records[:, :512] = latent.view(np.uint8)
     scales = np.exp2(rng.integers(-3, 2, (CACHE_ROWS, 4))).astype(np.float32)
-    records[:, 512:528] = scales.view(np.uint8)
     rope = rng.standard_normal((CACHE_ROWS, 64), np.float32).astype(ml_dtypes.bfloat16)
-    records[:, 528:] = rope.view(np.uint8)
     picks = [rng.choice(CACHE_ROWS, entries, replace=False) for _ in range(rows)]
+    if weights != "random":
+        q[:] = 0
+        scales[:] = 1
+    if weights == "rising":
+        q[..., 512] = 1
+        rope[:, 0] = np.linspace(0, 256, CACHE_ROWS)
+        picks = [np.sort(pick) for pick in picks]
+    records = np.zeros((CACHE_ROWS, contract.RECORD_BYTES), np.uint8)
+    records[:, :512] = latent.view(np.uint8)
+    records[:, 512:528] = scales.view(np.uint8)
+    records[:, 528:] = rope.view(np.uint8)
     return Inputs(q, records, np.concatenate(picks).astype(np.int32))
 
 

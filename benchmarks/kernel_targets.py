@@ -40,24 +40,18 @@ def target_rows(baseline_clocks: float) -> list[Row]:
     return [
         Row("VGPRs (all kinds)", lambda m: m.vgprs, "{:.0f}", 256),
         Row("spills", lambda m: m.spills, "{:.0f}", 0),
-        Row("simulator's faults", lambda m: len(m.run(LONG).faults), "{:.0f}", 0),
         Row("LDS bytes", lambda m: m.kernel.kernel.lds_bytes, "{:,.0f}", None),
         Row("waves a SIMD", lambda m: m.waves_per_simd, "{:.0f}", 2, at_least=True),
-        Row(
-            "VALU a tile a wave",
-            lambda m: m.tile.group(counts.VALU),
-            "{:.1f}",
-            230,
-            float32_more=40,
+        *_per_tile("VALU a tile a wave", _group(counts.VALU), "{:.1f}", 230, float32_more=40),
+        *_per_tile("MFMA a tile a wave", _group(counts.MFMA), "{:.1f}", None),
+        *_per_tile("LDS instructions a tile a wave", _group(counts.LDS), "{:.1f}", 75),
+        *_per_tile("LDS KB a tile", lambda m: m.tile_memory.lds_bytes / 1000, "{:.1f}", 230),
+        *_per_tile(
+            "LDS conflict phases a tile", lambda m: m.tile_memory.lds_conflicts, "{:.1f}", 0
         ),
-        Row("MFMA a tile a wave", lambda m: m.tile.group(counts.MFMA), "{:.1f}", None),
-        Row("LDS instructions a tile a wave", lambda m: m.tile.group(counts.LDS), "{:.1f}", 75),
-        Row("LDS KB a tile", lambda m: m.tile_memory.lds_bytes / 1000, "{:.1f}", 230),
-        Row("LDS conflict phases a tile", lambda m: m.tile_memory.lds_conflicts, "{:.1f}", 0),
-        Row("LDS phases a tile", lambda m: m.tile_memory.lds_phases, "{:.0f}", None),
         Row("bytes from L2 an entry, estimate", lambda m: m.fetched_bytes, "{:.0f}", None),
-        Row("barriers a tile", lambda m: m.tile.group(counts.BARRIER), "{:.1f}", 2),
-        Row("waits a tile", lambda m: m.tile.group(counts.WAIT), "{:.1f}", None),
+        *_per_tile("barriers a tile", _group(counts.BARRIER), "{:.1f}", 2),
+        Row("waits a tile", _group(counts.WAIT), "{:.1f}", None),
         Row("memory stall at 500 clocks, estimate", lambda m: m.memory_stall(500), "{:.1%}", 0.15),
         Row(
             "memory stall at 2,000 clocks, estimate",
@@ -72,20 +66,21 @@ def target_rows(baseline_clocks: float) -> list[Row]:
             32,
             at_least=True,
         ),
-        Row(
+        *_per_tile(
             "clocks a tile a CU, estimate",
             lambda m: m.clocks_per_tile(m.residents),
             "{:,.0f}",
             None,
         ),
-        Row(
+        *_per_tile(
             "  against the baseline's",
             lambda m: m.clocks_per_tile(m.residents) / baseline_clocks,
             "{:.2f}",
             0.6,
         ),
         Row("instructions a tile beside the loop", lambda m: m.beside_loop, "{:.1f}", None),
-        Row("instructions outside the loop", lambda m: m.outside, "{:,.0f}", 1000),
+        Row("instructions outside the loop", lambda m: m.refined.outside, "{:,.0f}", 1000),
+        Row("tiles refined, random weights", lambda m: m.refined_share, "{:.0%}", None),
         Row(
             "decode n = 256, us, estimate",
             lambda m: m.decode_many().microseconds,
@@ -95,6 +90,25 @@ def target_rows(baseline_clocks: float) -> list[Row]:
         Row("  splits", lambda m: m.decode_many().splits, "{:.0f}", None),
         Row("decode n = 1, us, estimate", lambda m: m.decode_one().microseconds, "{:.1f}", 6),
         Row("  parts", lambda m: m.decode_one().splits, "{:.0f}", None),
+        Row("simulator's faults", lambda m: len(m.faults), "{:.0f}", 0),
+    ]
+
+
+def _group(group: str) -> Callable[[Measured], float]:
+    return lambda m: m.tile.group(group)
+
+
+def _per_tile(
+    label: str,
+    value: Callable[[Measured], float],
+    form: str,
+    target: float | None,
+    float32_more: float = 0,
+) -> list[Row]:
+    """A line for a plain tile, which has the target, and one for a refined tile."""
+    return [
+        Row(label, value, form, target, float32_more=float32_more),
+        Row(f"{label}, refined", lambda m: value(m.refined), form, None),
     ]
 
 
@@ -109,7 +123,6 @@ BASELINE = {
     "LDS instructions a tile a wave": 84.0,
     "LDS KB a tile": 269.3,
     "LDS conflict phases a tile": 24.0,
-    "LDS phases a tile": 1408.0,
     "bytes from L2 an entry, estimate": 727.0,
     "barriers a tile": 3.0,
     "waits a tile": 45.0,

@@ -31,11 +31,19 @@ def test_a_tile_reads_its_records_once_and_multiplies_all_of_them(measured):
 
 
 def test_counts_do_not_depend_on_the_rows_length(measured):
-    longer = measured._executed(2048).total
-    shorter = measured._executed(1024).total
-    tile = measured.tile.total + measured.beside_loop
-    assert longer == pytest.approx(measured.outside + 16 * tile)
-    assert shorter == pytest.approx(measured.outside + 8 * tile)
+    refined = measured.refined
+    longer = refined._executed(2048).total
+    shorter = refined._executed(1024).total
+    tile = refined.tile.total + refined.beside_loop
+    assert longer == pytest.approx(refined.outside + 16 * tile)
+    assert shorter == pytest.approx(refined.outside + 8 * tile)
+
+
+def test_even_weights_leave_tiles_plain_and_rising_ones_refine_all(measured):
+    plain, refined = (m.tile.kinds(counts.MFMA) for m in (measured, measured.refined))
+    assert plain.get("scaled fp8 by fp4", 0) == 0
+    assert refined["scaled fp8 by fp4"] == 8
+    assert 0 < measured.refined_share < 1
 
 
 def test_estimates_have_the_order_that_costs_give(measured):

@@ -229,14 +229,21 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
         scored, unmasked = tiles.scored_slots(ahead, tile + 1)
         next_latent: list[Value] = []
 
-        def load_one(move: int) -> None:
+        def load_next(move: int) -> None:
             next_latent.extend(tiles.load_latent(slots, move))
 
         # A wave's scores need its own entries alone; at each of their steps one latent is asked
-        # for, so that the path to memory is not crowded.
-        products = scores.products(query, side, tiles, addresses.scores, meanwhile=load_one)
+        # for, so that the path to memory is not crowded. The weights need the last one's registers.
+        products = scores.products(
+            query,
+            side,
+            tiles,
+            addresses.scores,
+            meanwhile=lambda step: load_next(step) if step < MOVES - 1 else None,
+        )
         shares, top, total = softmax(products, factor, total)
         own_weights, total = weights.publish(shares, top, side, total)
+        load_next(MOVES - 1)
         ahead = stream.load(tile + 2)
         # All waves' latents and weights are in LDS.
         isa.barrier()

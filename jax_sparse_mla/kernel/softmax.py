@@ -8,8 +8,9 @@ by 2^-9 of itself at most, or by 2^-23 of the sum, however scales are mixed.
 
 Where many entries share a row such errors cancel. Where few do they might not, so a wave refines
 its tile: it adds the rest, e2m1 of what hi and lo leave over. A product that is more than 1/16 of
-the sum is then off by 2^-10.6 of itself at most. A tile is refined if it may be one of a few that
-matter: if its products, for any head and column block, outweigh half of all before.
+the sum is then off by 2^-10.6 of itself at most. A tile is refined if, for any head and column
+block, its products outweigh those of all the wave's tiles before: an entry that goes without makes
+up half of its wave's share of the row at most.
 """
 
 from typing import NamedTuple
@@ -37,8 +38,6 @@ LO_EXPONENT, REST_EXPONENT = -5, -4
 """Units of lo and the rest, relative to that of hi. Of products of 128 to 256 units hi leaves over
 8 at most, 256 of lo's, and lo 1/4, 4 of the rest's."""
 _LO = 2.0**LO_EXPONENT
-_SHARE = 0.5
-"""A tile is refined if its products exceed this share of those of the wave's tiles before."""
 
 
 class Total(NamedTuple):
@@ -48,7 +47,7 @@ class Total(NamedTuple):
     """The sum of weights, lane group g's share."""
     top: Value
     products: Value
-    """About 2^-7 of the sum of products of weights and the scales of block number g, * _SHARE."""
+    """About 2^-7 of the sum of products of weights and the scales of block number g."""
 
 
 def nothing_yet() -> Total:
@@ -114,7 +113,7 @@ class Weights(NamedTuple):
             unit = isa.lane_condition(self.group_lanes[number]).select(units[number], unit)
         products = isa.ldexp(unit, top - total.top)
         refined = isa.ballot(products > total.products) != fx.Uint64(0)
-        total = total._replace(products=isa.fma(products, fx.Float32(_SHARE), total.products))
+        total = total._replace(products=total.products + products)
         mark = refined.select(fx.Int32(REFINED - 127), fx.Int32(-127))
         exponent = isa.shift_right(unit.bitcast(fx.Int32), 23) + mark + top
         isa.lds_store(self.exponents_address, exponent, 1)
