@@ -224,26 +224,25 @@ def _compute_row(specialisation: Specialisation, a: _Arguments, work: Work) -> l
         latent, side, ahead, total, output, addresses = _unpack(state)
         # Opaque, or the compiler keeps every sum of theirs in a register across the loop.
         addresses = Addresses(*[isa.opaque(address) for address in addresses])
-        stage(latent, addresses.stage)
         slots = tiles.moved_slots(ahead, tile + 1)
-        scored, unmasked = tiles.scored_slots(ahead, tile + 1)
         next_latent: list[Value] = []
 
-        def load_next(move: int) -> None:
-            next_latent.extend(tiles.load_latent(slots, move))
+        def load_next(moves: range) -> Callable[[int], None]:
+            def at(step: int) -> None:
+                if step in moves:
+                    next_latent.extend(tiles.load_latent(slots, step))
 
-        # A wave's scores need its own entries alone; at each of their steps one latent is asked
-        # for, so that the path to memory is not crowded. The weights need the last one's registers.
+            return at
+
+        stage(latent, addresses.stage, meanwhile=load_next(_WHILE_STAGED))
+        scored, unmasked = tiles.scored_slots(ahead, tile + 1)
+        # A wave's scores need its own entries alone.
         products = scores.products(
-            query,
-            side,
-            tiles,
-            addresses.scores,
-            meanwhile=lambda step: load_next(step) if step < MOVES - 1 else None,
+            query, side, tiles, addresses.scores, meanwhile=load_next(_WHILE_SCORED)
         )
         shares, top, total = softmax(products, factor, total)
         own_weights, total = weights.publish(shares, top, side, total)
-        load_next(MOVES - 1)
+        load_next(_LAST)(MOVES - 1)
         ahead = stream.load(tile + 2)
         # All waves' latents and weights are in LDS.
         isa.barrier()
@@ -279,6 +278,9 @@ def _query_place(a: _Arguments, work: Work) -> QueryPlace:
     )
 
 
+# Moves of the next tile's latents: asked for as this one's leave their registers, between score
+# products, so that the path to memory is not crowded, and after the weights, which need registers.
+_WHILE_STAGED, _WHILE_SCORED, _LAST = range(4), range(4, MOVES - 1), range(MOVES - 1, MOVES)
 _LATENT_LOADS = 2 * MOVES
 _SIDE_LOADS = 4 * SUBTILES
 

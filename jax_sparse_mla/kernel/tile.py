@@ -1,5 +1,6 @@
 """One wave's share of a tile: its 32 entries' indices, records, and their way into LDS."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flydsl.expr as fx
@@ -149,12 +150,15 @@ def stage_address(lane: Lane, lds_base: Value) -> Value:
     return lds_base + (lds.LATENT.start + row * LATENT_DIM + chunk * lds.CHUNK)
 
 
-def stage(latent: list[Value], address: Value) -> None:
-    """Write the loaded latents to LDS."""
+def stage(latent: list[Value], address: Value, meanwhile: Callable[[int], None]) -> None:
+    """Write the loaded latents to LDS; ``meanwhile(i)`` is called once move i has been written."""
     for j in range(MOVES):
         for half in (0, 1):
             offset = LATENT_DIM * j + LATENT_DIM // 2 * half
             isa.lds_store(address ^ (lds.CHUNK * j), latent[2 * j + half], 4, offset)
+        isa.schedule_fence()
+        meanwhile(j)
+        isa.schedule_fence()
 
 
 def _record(base: Value, slot: Value) -> Value:
