@@ -63,6 +63,7 @@ QUERY_HI = Region("query hi", LATENT.start, HEADS_PER_GROUP * LATENT_DIM)
 QUERY_LO = Region("query lo", QUERY_HI.start + QUERY_HI.size, QUERY_HI.size)
 QUERY_SCALES = Region("query scales", QUERY_LO.start + QUERY_LO.size, HEADS_PER_GROUP * 4)
 TOTAL = REGIONS[-1].start + REGIONS[-1].size
+"""Two workgroups share the 160 KiB of a compute unit."""
 
 
 def exponents_place(block: Any, writer: Any) -> Any:

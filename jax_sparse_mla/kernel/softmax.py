@@ -10,7 +10,8 @@ Where many entries share a row such errors cancel. Where few do they might not, 
 its tile: it adds the rest, e2m1 of what hi and lo leave over. A product that is more than 1/16 of
 the sum is then off by 2^-10.6 of itself at most. A tile is refined if, for any head and column
 block, its products outweigh those of all the wave's tiles before: an entry that goes without makes
-up half of its wave's share of the row at most.
+up half of its wave's share of the row at most. So the last bits of a head may depend on the heads
+that share its workgroup, never on other rows.
 """
 
 from typing import NamedTuple
@@ -21,11 +22,7 @@ from flydsl.expr.typing import Vector
 from jax_sparse_mla.kernel import instructions as isa
 from jax_sparse_mla.kernel import lds
 from jax_sparse_mla.kernel.instructions import Value
-from jax_sparse_mla.kernel.query import (
-    BLOCKS,
-    maximum_of_groups,
-    residual,
-)
+from jax_sparse_mla.kernel.query import BLOCKS, maximum_of_groups, residual
 from jax_sparse_mla.kernel.scores import Scores
 from jax_sparse_mla.kernel.tile import SUBTILES, Side
 from jax_sparse_mla.kernel.workgroup import same_lane
