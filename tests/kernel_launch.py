@@ -6,12 +6,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import oracle
 from gfx950_sim import CodeObject, Memory, RunResult, run
 
 from jax_sparse_mla.kernel import compiler, contract
 from jax_sparse_mla.kernel.specialisation import Specialisation
 
 LOG2E = 1.4426950408889634
+SCALE = 0.02
+"""A softmax scale that lets many entries of random records carry weight."""
 
 
 @functools.cache
@@ -101,3 +104,25 @@ def launch(
 def random_query(rng: np.random.Generator, n: int, heads: int, size: float = 1.0) -> np.ndarray:
     """q [n, H, 576] bfloat16."""
     return (rng.standard_normal((n, heads, 576)) * size).astype(ml_dtypes.bfloat16)
+
+
+def rows_of(entries: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Indices, row_begin and row_end of a CSR stream."""
+    bounds = np.concatenate([[0], np.cumsum([len(e) for e in entries])]).astype(np.int32)
+    flat = np.concatenate([*entries, np.zeros(0, np.int64)]).astype(np.int32)
+    return flat, bounds[:-1], bounds[1:]
+
+
+def check(
+    q: np.ndarray,
+    kv: np.ndarray,
+    entries: list[np.ndarray],
+    scale: float = SCALE,
+    *,
+    scale_format: str = "pow2",
+    **options: Any,
+) -> None:
+    """Launch and compare with the oracle; q is [n, H, 576]."""
+    out, lse, _ = launch(q, kv, *rows_of(entries), scale, scale_format=scale_format, **options)
+    expected = oracle.attention(q, kv, entries, scale, scale_format=scale_format)
+    oracle.check(out, lse, expected)

@@ -6,29 +6,12 @@ import numpy as np
 import oracle
 import pytest
 from gfx950_sim import Memory, run
-from kernel_launch import LOG2E, kernel, launch, pack, random_query
+from kernel_launch import LOG2E, SCALE, check, kernel, launch, pack, random_query, rows_of
 
 from jax_sparse_mla.kernel import contract
 from jax_sparse_mla.kernel.specialisation import Specialisation
 
 ROWS = 700
-SCALE = 0.02
-
-
-def rows_of(entries: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Indices, row_begin and row_end of a CSR stream."""
-    bounds = np.concatenate([[0], np.cumsum([len(e) for e in entries])]).astype(np.int32)
-    flat = np.concatenate([*entries, np.zeros(0, np.int64)]).astype(np.int32)
-    return flat, bounds[:-1], bounds[1:]
-
-
-def check(q, kv, entries, scale=SCALE, *, scale_format="pow2", partial=False, **options) -> None:
-    """Launch and compare with the oracle; q is [n, H, 576]."""
-    out, lse, _ = launch(
-        q, kv, *rows_of(entries), scale, scale_format=scale_format, partial=partial, **options
-    )
-    expected = oracle.attention(q, kv, entries, scale, scale_format=scale_format)
-    oracle.check(out, lse, expected)
 
 
 def draw(rng: np.random.Generator, lengths: list[int], rows: int = ROWS) -> list[np.ndarray]:
