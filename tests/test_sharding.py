@@ -50,8 +50,12 @@ class Problem:
         oracle.check(*got, self.expected(sink))
 
 
+def width_for(implementation):
+    return 160 if implementation == "reference" else 40
+
+
 def problem_for(implementation):
-    return Problem(width=160 if implementation == "reference" else 40)
+    return Problem(width=width_for(implementation))
 
 
 def mesh_of(axis_type="Auto", **axes):
@@ -123,9 +127,10 @@ def test_padded_rows_and_heads_stay_local(axes, axis_type, implementation):
     assert got[0].sharding.spec[:2] == (data, tensor)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @on_devices(8)
-def test_csr_rows_move_indices_but_never_the_cache():
-    problem = Problem(records=4096)
+def test_csr_rows_move_indices_but_never_the_cache(implementation):
+    problem = Problem(records=4096, width=width_for(implementation))
     mesh = mesh_of(data=8)
     args = (
         place(mesh, problem.q, "data"),
@@ -135,7 +140,7 @@ def test_csr_rows_move_indices_but_never_the_cache():
     )
     got, collectives = compiled_collectives(
         lambda q, kv, indptr, stream: jsm.sparse_mla_fwd(
-            q, kv, indptr, stream, SCALE, return_lse=True
+            q, kv, indptr, stream, SCALE, return_lse=True, implementation=implementation
         ),
         *args,
     )
@@ -181,29 +186,42 @@ def test_vmap_over_data_parallel_caches_needs_no_collective(implementation):
         oracle.check(got[0][i], got[1][i], expected)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @on_devices(8)
-def test_nested_and_partial_vmap_on_a_mesh():
+def test_nested_and_partial_vmap_on_a_mesh(implementation):
+    """Four caches, two batches of queries each, and lengths that all share."""
     problems = [Problem(seed, n=2, heads=4, records=64, width=40) for seed in range(8)]
-    mesh = mesh_of(data=8)
-    shared = problems[0].kv
-
-    def one(q, indices, lengths):
-        return jsm.sparse_mla_fwd(
-            q, shared, None, indices, SCALE, row_lengths=lengths, return_lse=True
-        )
+    mesh = mesh_of(data=4, tensor=2)
+    caches = np.stack([p.kv for p in problems[::2]])
+    lengths = np.array([40, 23], np.int32)
 
     def stack(name):
         stacked = np.stack([getattr(p, name) for p in problems])
-        return place(mesh, stacked.reshape(4, 2, *stacked.shape[1:]), None)
+        return place(mesh, stacked.reshape(4, 2, *stacked.shape[1:]), "data", "tensor")
 
-    q = place(mesh, np.stack([p.q for p in problems]).reshape(8, 1, 2, 4, 576), "data")
-    indices = place(mesh, np.stack([p.indices for p in problems]).reshape(8, 1, 2, 40), "data")
-    lengths = place(mesh, np.stack([p.lengths for p in problems]).reshape(8, 1, 2), "data")
-    got, collectives = compiled_collectives(jax.vmap(jax.vmap(one)), q, indices, lengths)
+    def one(q, kv, indices):
+        return jsm.sparse_mla_fwd(
+            q,
+            kv,
+            None,
+            indices,
+            SCALE,
+            row_lengths=lengths,
+            return_lse=True,
+            implementation=implementation,
+        )
+
+    got, collectives = compiled_collectives(
+        jax.vmap(jax.vmap(one, in_axes=(0, None, 0))),
+        stack("q"),
+        place(mesh, caches, "data"),
+        stack("indices"),
+    )
     assert collectives == []
     for i, problem in enumerate(problems):
-        expected = oracle.attention(problem.q, shared, problem.rows, SCALE)
-        oracle.check(got[0][i, 0], got[1][i, 0], expected)
+        rows = oracle.padded_rows(problem.indices, lengths)
+        expected = oracle.attention(problem.q, caches[i // 2], rows, SCALE)
+        oracle.check(got[0][i // 2, i % 2], got[1][i // 2, i % 2], expected)
 
 
 @on_devices(8)
