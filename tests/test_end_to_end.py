@@ -1,15 +1,21 @@
 """The whole chain on the simulator: jit, custom call, shim, HIP, machine code, result."""
 
+import collections
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from device_process import Child
 from jax import export
 
 from jax_sparse_mla import sparse_mla_fwd
-from jax_sparse_mla.kernel import shim
+from jax_sparse_mla.kernel import compiler, shim
+from jax_sparse_mla.kernel.code_object import write_folder
+from jax_sparse_mla.kernel.specialisation import Specialisation
 
 SCALE = 0.07
 
@@ -146,6 +152,36 @@ def test_nothing_to_do(n, width, records):
     np.testing.assert_array_equal(lse, np.full((n, 2), -np.inf))
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("implementation", ["reference", "kernel"])
+@pytest.mark.parametrize("columns", [slice(0, 512), slice(512, 576)], ids=["latent", "rope"])
+def test_a_query_of_minus_infinities_is_nan(problem, columns, implementation, num_splits):
+    """Though its logits may be -inf in every entry, it is no row without entries."""
+    q = problem.q.copy()
+    q[0, 2, columns] = -np.inf
+    # All of one sign: no sum of infinities makes a NaN by itself.
+    kv = problem.kv.copy()
+    kv[:, :512] &= 0x7F
+    kv[:, 529:656:2] &= 0x7F
+    arrays = (q, kv, problem.indices, problem.lengths)
+    rows = oracle.padded_rows(problem.indices, problem.lengths)
+    expected = oracle.attention(q, kv, rows, SCALE)
+    assert np.isnan(expected.lse).sum() == 1
+    oracle.check(*attend(*arrays, implementation, num_splits=num_splits), expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "kernel"])
+def test_entries_whose_logits_are_minus_infinity_weigh_nothing(problem, implementation):
+    q = np.abs(problem.q)
+    kv = problem.kv.copy()
+    kv[::2, 528:] = np.full(64, -np.inf, ml_dtypes.bfloat16).view(np.uint8)
+    indices = problem.indices.copy()
+    indices[:, 0] = 1
+    expected = oracle.attention(q, kv, oracle.padded_rows(indices, problem.lengths), SCALE)
+    assert not np.isnan(expected.lse).any()
+    oracle.check(*attend(q, kv, indices, problem.lengths, implementation), expected)
+
+
 def test_inside_a_larger_program(problem):
     """Between other operations, in a scan, with the kernel called more than once."""
 
@@ -183,3 +219,41 @@ def test_export_carries_the_kernel(problem):
     again = export.deserialize(exported.serialize())
     assert b"ELF" in again.mlir_module_serialized
     oracle.check(*again.call(*problem.arrays), problem.expected)
+
+
+def run_counted():
+    """Compile and run; how many programs JAX looked for in its cache, and how many it found."""
+    counts = collections.Counter()
+    jax.monitoring.register_event_listener(
+        lambda event, **_: counts.update([event.rpartition("/")[2]])
+    )
+    problem = Problem(0, heads=4)
+    oracle.check(
+        *jax.jit(functools.partial(kernel, num_splits=1))(*problem.arrays), problem.expected
+    )
+    return counts["compile_requests_use_cache"], counts["cache_hits"]
+
+
+@pytest.mark.slow
+def test_another_code_object_is_another_program_in_the_compilation_cache(tmp_path):
+    specialisation = Specialisation("pow2", partial=False)
+    first = compiler.code_object(specialisation)
+    # What follows an ELF's sections belongs to none, so that only the hash is another.
+    second = first._replace(code=first.code + bytes(16))
+    for name, code in ("first", first), ("second", second):
+        write_folder(tmp_path / name, {specialisation: code}, compiler.source_hash())
+    missed = []
+    for name in ("first", "first", "second", "first", "second"):
+        child = Child(
+            env={
+                "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                compiler.PRECOMPILED_VARIABLE: str(tmp_path / name),
+            }
+        )
+        requests, hits = child.call(run_counted)
+        child.stop()
+        missed.append(requests - hits)
+    assert missed[0] >= 1
+    assert missed[1:] == [0, 1, 0, 0]
