@@ -261,8 +261,8 @@ def test_rows_of_few_entries(kind):
 
 BARELY_REFINED = pytest.mark.xfail(
     strict=False,
-    reason="one value in 500,000 is off: two entries that cancel, each some 1/16 of its wave's "
-    "products, where the rest has few digits to add",
+    reason="of a million values some are off, by 1.3 of what is allowed at most: two entries that "
+    "cancel, each 1/8 to 1/32 of its wave's products, where the rest has few digits to add",
 )
 
 
@@ -276,6 +276,16 @@ def test_many_rows_of_few_entries(kind, size, scale):
     kv = records_of(rng, 300, kind)
     entries = [rng.integers(0, 300, length) for length in range(1, 65)]
     check(random_query(rng, 64, 16, size), kv, entries, scale, scale_format=format_of(kind))
+
+
+@pytest.mark.slow
+@BARELY_REFINED
+def test_rows_of_equal_entries():
+    """Scales and weights of a row are nearly the same, so that columns often cancel."""
+    rng = np.random.default_rng(0)
+    kv = oracle.random_records(rng, 64, exponents=[2])
+    entries = [rng.integers(0, 64, length) for length in range(9, 33)]
+    check(random_query(rng, len(entries), 16), kv, entries, 0.005)
 
 
 @pytest.mark.slow
