@@ -7,11 +7,11 @@ the 32 products. So the scale is part of the weight's format: a product of weigh
 by 2^-9 of itself at most, or by 2^-23 of the sum, however scales are mixed.
 
 Where many entries share a row such errors cancel. Where few do they might not, so a wave refines
-its tile: it adds the rest, e2m1 of what hi and lo leave over. A product that is more than 1/16 of
-the sum is then off by 2^-10.6 of itself at most. A tile is refined if, for any head and column
-block, its products outweigh those of all the wave's tiles before: an entry that goes without makes
-up half of its wave's share of the row at most. So the last bits of a head may depend on the heads
-that share its workgroup, never on other rows.
+its tile: it adds the rest, e2m1 of what hi and lo leave over. A product that is more than 1/32 of
+the sum is then off by 2^-10 of itself at most, and by 2^-11 as a rule. A tile is refined if, for
+any head and column block, its products outweigh those of all the wave's tiles before: an entry that
+goes without makes up half of its wave's share of the row at most. So the last bits of a head may
+depend on the heads that share its workgroup, never on other rows.
 """
 
 from typing import NamedTuple
@@ -31,10 +31,13 @@ TOP_LIMIT = 2.0**26
 """Scores beyond it (in bits) would lose all precision in float32; they end as NaN."""
 REFINED = 2**29
 """Added to the published exponents of a refined tile; itself beyond any exponent."""
-LO_EXPONENT, REST_EXPONENT = -5, -4
-"""Units of lo and the rest, relative to that of hi. Of products of 128 to 256 units hi leaves over
-8 at most, 256 of lo's, and lo 1/4, 4 of the rest's."""
+LO_EXPONENT = -5
+"""Unit of lo and the rest, relative to that of hi: of products of 128 to 256 units hi leaves over 8
+at most, 256 of lo's, and lo 8 of the rest's. Its largest code is 6: more than that is seldom, and
+smaller products need the digits."""
 _LO = 2.0**LO_EXPONENT
+_SMALLEST_UNIT = 2.0**-121
+"""About: that of lo must not be less than a conversion takes, 2^-127."""
 
 
 class Total(NamedTuple):
@@ -150,7 +153,7 @@ class Weights(NamedTuple):
                 for rest in rests[2 * number : 2 * number + 2]
                 for pair in residual(rest, isa.to_fp8(rest, unit * _LO), unit * _LO)
             ]
-            words.append(isa.to_fp4(pairs, unit * 2.0**REST_EXPONENT))
+            words.append(isa.to_fp4(pairs, unit * _LO))
             isa.schedule_fence()
         # Lane group g has octet g of each number, and is to have all octets of number g.
         even, odd = (isa.swap_rows_32(words[i], words[i + 2]) for i in (0, 1))
@@ -173,7 +176,8 @@ def _units(weights: list[Value], scales: list[Value]) -> list[Value]:
     Conversions use its exponent alone, so bfloat16 will do for one matrix product that gives the
     sums of all four, to every lane group. Scaled before, so that no sum is infinite.
     """
-    scales = [scale * 2.0**-7 for scale in scales]
+    constants = [Vector.filled(4, x, fx.Float32) for x in (2.0**-7, _SMALLEST_UNIT)]
+    scales = [isa.fma(scale, *constants) for scale in scales]
     a = isa.to_bf16([abs(scale[r]) for scale in scales for r in range(4)])
     b = isa.to_bf16([pair[i] for pair in weights for i in (0, 1)])
     sums = isa.mfma_bf16(a, b, Vector.filled(4, 0.0, fx.Float32))

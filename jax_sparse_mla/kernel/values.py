@@ -16,7 +16,7 @@ from jax_sparse_mla.kernel import lds
 from jax_sparse_mla.kernel.contract import LATENT_DIM
 from jax_sparse_mla.kernel.instructions import Value
 from jax_sparse_mla.kernel.query import BLOCKS
-from jax_sparse_mla.kernel.softmax import LO_EXPONENT, REFINED, REST_EXPONENT, OwnWeights
+from jax_sparse_mla.kernel.softmax import LO_EXPONENT, REFINED, OwnWeights
 from jax_sparse_mla.kernel.workgroup import Lane, same_lane
 
 COLUMN_CHUNKS = 8
@@ -25,11 +25,8 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Of the parts: neighbours share addresses."""
 _VALUE_SCALE = 64
 """E8M0 scale given for the values with hi; 127, for 1, would leave less room for the weights'."""
-_VALUE_SCALES = sum(
-    _VALUE_SCALE + exponent << 8 * byte
-    for byte, exponent in enumerate((0, LO_EXPONENT, REST_EXPONENT))
-)
-"""The same with hi, lo and the rest, whose units differ: bytes 0, 1 and 2."""
+_VALUE_SCALES = _VALUE_SCALE | _VALUE_SCALE + LO_EXPONENT << 8
+"""The same with hi, and with lo and the rest, whose unit differs: bytes 0 and 1."""
 _HEADROOM = 64
 """How far, in bits, new weights may exceed the reference before the output is rescaled."""
 
@@ -87,7 +84,7 @@ class Values(NamedTuple):
             raised = _raise_reference(output, plain)
             scale = _scale(plain - raised.reference)
             # What is not refined counts for nothing.
-            rest = Term(self._read_rest(own, is_refined), is_refined.select(scale, fx.Int32(0)), 2)
+            rest = Term(self._read_rest(own, is_refined), is_refined.select(scale, fx.Int32(0)), 1)
             again = isa.opaque(address)
             parts = self._add(raised.parts, first_values, again, [rest])
             return [self._read_weights(0), scale, raised.reference, *parts]
