@@ -128,7 +128,7 @@ class Values(NamedTuple):
             return []
 
         isa.when(own.refined, lambda: isa.when(lane.g == BLOCKS - 1, store, []), [])
-        number = lane.g * (BLOCKS - 1) + ((self.wave - lane.g - 1) & (BLOCKS - 1))
+        number = _slice_number(lane.g, self.wave)
         published = self.lds_base + (lds.REST.start + number * lds.REST_SLICE + lane.t * 16)
         is_published = is_refined & (lane.g != self.wave)
         return isa.lds_load(is_published.select(published, place), 4)
@@ -159,7 +159,7 @@ def values_of(lane: Lane, lds_base: Value) -> Values:
 
     def published(writer: Value, place: Value) -> Value:
         """Where 16 bytes of another wave's slice for this one lie."""
-        number = writer * (BLOCKS - 1) + ((lane.wave - writer - 1) & (BLOCKS - 1))
+        number = _slice_number(writer, lane.wave)
         return lds_base + (lds.WEIGHTS.start + number * lds.WEIGHTS_SLICE + place * 16)
 
     def weights(part: int, run: int) -> Value:
@@ -174,6 +174,11 @@ def values_of(lane: Lane, lds_base: Value) -> Values:
         weights_addresses=[[weights(part, run) for run in (0, 1)] for part in (0, 1)],
         exponents_address=lds_base + (exponents + lds.EXPONENTS.start),
     )
+
+
+def _slice_number(writer: Value, reader: Value) -> Value:
+    """Number of the slice in lds.WEIGHTS or REST that one wave has written for another."""
+    return writer * (BLOCKS - 1) + ((reader - writer - 1) & (BLOCKS - 1))
 
 
 def values_address(lane: Lane, lds_base: Value) -> Value:
